@@ -108,12 +108,21 @@ def train_in_terminal(options: argparse.Namespace) -> int:
     words = {name: word for name in FIELDS if (word := getattr(options, name)) is not None}
     try:
         config = ExperimentConfig(**{name: FIELDS[name].read(word) for name, word in words.items()})
+        _check_launch(options.nproc, options.max_restarts, is_rank=is_one_of_several())
         if options.nproc is not None:
-            return launch_ranks(options.nproc, _train_words(options, words), restarts=options.max_restarts or 0)
+            launch_ranks(options.nproc, _train_words(options, words), restarts=options.max_restarts or 0)
         run = train_on_ranks if is_one_of_several() else train
         return run(config, steps=options.steps, log_path=options.log).exit_status
     except (ValueError, ImportError, RuntimeError) as error:  # the last if kernels are required and cannot be built
         return refuse(options, error)
+
+
+def _check_launch(nproc: int | None, max_restarts: int | None, *, is_rank: bool) -> None:
+    """Raise a ValueError if the options of a launch do not fit together."""
+    if max_restarts is not None and nproc is None:
+        raise ValueError("--max-restarts: expected --nproc too; under torchrun it is an option of torchrun.")
+    if nproc is not None and is_rank:
+        raise ValueError(f"--nproc {nproc}: torchrun has started several processes already; leave --nproc out.")
 
 
 def _train_words(options: argparse.Namespace, fields: Mapping[str, str]) -> list[str]:

@@ -13,7 +13,7 @@ from __future__ import annotations
 import json
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import nullcontext, suppress
+from contextlib import suppress
 from dataclasses import replace
 from types import ModuleType
 from typing import Any
@@ -56,7 +56,7 @@ from amplab.diagnose.rules.values import value_findings
 from amplab.diagnose.train_step.rehearse_loop import RecordingError, rehearse_loop
 from amplab.diagnose.train_step.schedules import schedulers_of
 from amplab.display.numbers import count, power
-from amplab.parallel.ranks import exchanges_in_forward, on_this_rank_alone, texts_of_ranks, this_rank
+from amplab.parallel.ranks import texts_of_ranks, this_rank
 from amplab.policies import PrecisionPolicy
 from amplab.policies.nested_tensors import floating_tensors_in
 from amplab.trace.argument_checks import check_loss_scale
@@ -167,8 +167,7 @@ def doctor(
         model, scaler, opt_level=opt_level, policy=policy, autocast=autocast, loss_scale=loss_scale
     ) as setting:
         if handed is not None:
-            with nullcontext() if exchanges_in_forward(model) else on_this_rank_alone(model):
-                observed, of_step = _examine_step(model, setting.of_step(handed), setting, batch, optimizers, in_use)
+            observed, of_step = _examine_step(model, setting.of_step(handed), setting, batch, optimizers, in_use)
             found = [*found, *(of_step if run is None else _with_skips(of_step, run))]
     found += (*parameter_findings(model, optimizers, observed), *nonfinite_buffers(model))
     found += updates_bound_to_be_lost(model, optimizers, observed)

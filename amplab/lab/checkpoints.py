@@ -153,14 +153,14 @@ def checkpoint_of_launch(folder: Path, place: Rank) -> Checkpoint | None:
     """Return the checkpoint from which ranks that torchrun has started again continue; None if there is none yet.
 
     Args:
-        folder: Where the runs are, or the folder of the run.
+        folder: Where the folders of the runs are.
         place: This rank; the run is the latest one of its launch.
 
     Raises:
         ValueError: The run had another number of ranks.
     """
-    paths = [*folder.glob(f"rank-0{SUFFIX}"), *folder.glob(f"*/rank-0{SUFFIX}")]
-    for path in sorted(paths, key=lambda each: each.stat().st_mtime, reverse=True):
+    paths = sorted(folder.glob(f"*/rank-0{SUFFIX}"), key=lambda each: each.stat().st_mtime, reverse=True)
+    for path in paths:
         launch, world_size = launch_of(path.with_suffix(".jsonl"))
         if launch != place.launch:
             continue

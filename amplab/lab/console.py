@@ -112,6 +112,7 @@ def train(
 
     Raises:
         ImportError: The task's data are not installed.
+        RuntimeError: The run cannot continue from `checkpoint`.
         ValueError: `steps` is not a whole number > 0, the batch is larger than the training set, or no log can be
             written to `log_path`.
     """
@@ -121,6 +122,8 @@ def train(
     if checkpoint is not None:
         trainer.continue_saved(checkpoint)
         trainer.wait()
+        if len(trainer.history) != checkpoint.step:
+            raise RuntimeError(trainer.failures[-1].text)
     progress = _Progress(trainer, steps, sys.stdout if stream is None else stream)
     interrupted = False
     try:

@@ -62,7 +62,7 @@ class RankExchange:
         Raises:
             RankLost: another rank has ended or does not answer.
         """
-        requests = sorted(self._requested)
+        requests = set(self._requested) if grads else set()
         for dtype in dict.fromkeys(grad.dtype for grad in grads):
             own = [grad for grad in grads if grad.dtype is dtype]
             flags = torch.tensor([float(name in requests) for name in _REQUESTS]).to(dtype)
@@ -72,7 +72,7 @@ class RankExchange:
             for grad, mean in zip(own, averaged, strict=True):
                 grad.copy_(mean.view_as(grad))
             self.agreed |= {name for name, count in zip(_REQUESTS, flags.tolist(), strict=True) if count > 0}
-        self._requested -= set(requests)
+        self._requested -= requests
 
     def meet(self) -> None:
         """Wait until every rank is here. Raises RankLost."""

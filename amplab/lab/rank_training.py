@@ -48,12 +48,14 @@ def train_on_ranks(
     """Train one experiment together with the other ranks; the arguments are those of `console.train`.
 
     Each rank trains batches of its own, and gradients are averaged: n ranks train what one process trains that
-    accumulates n times as many batches.
+    accumulates n times as many batches. A process group of gloo is made, unless there is one, for the time of the call.
 
     Raises:
         ImportError, ValueError: As `console.train`; and the run to continue had another number of ranks.
     """
-    _init_process_group()
+    begins = not dist.is_initialized()
+    if begins:
+        _init_process_group()
     try:
         place = this_rank() or Rank(0, 1)
         exchange = RankExchange(place)
@@ -71,7 +73,8 @@ def train_on_ranks(
             _report(summary, exchange)
         return summary
     finally:
-        dist.destroy_process_group()
+        if begins:
+            dist.destroy_process_group()
 
 
 def _init_process_group() -> None:
@@ -89,7 +92,7 @@ def _checkpoint(place: Rank, log_path: str | PathLike[str] | None) -> Checkpoint
     if os.environ.get(_RESTARTS, "0") == "0":
         return None
     folder = runs_directory() if log_path is None else Path(log_path)
-    return checkpoint_of_launch(folder.with_suffix("") if folder.suffix == ".jsonl" else folder, place)
+    return checkpoint_of_launch(folder.parent if folder.suffix == ".jsonl" else folder, place)
 
 
 @contextmanager

@@ -18,11 +18,11 @@ from torch.nn.parallel import DistributedDataParallel
 
 from amplab.amp import Session, is_autocast_enabled
 from amplab.diagnose import FirstNonfinite, first_nonfinite
-from amplab.parallel.ranks import data_parallel, on_this_rank_alone, this_rank
+from amplab.parallel.ranks import data_parallel, exchanges_in_forward, on_this_rank_alone, this_rank
 from amplab.policies.nested_tensors import tensors_in
 from amplab.trace.handed_step import Loss, Scaler
 
-__all__ = ["OutsideAutocast", "StepBeginning", "StepRerun"]
+__all__ = ["CannotRunAgain", "StepBeginning", "StepRerun"]
 
 _HAS_CUDA = torch.backends.cuda.is_built()
 _BATCHES = 64  # kept of one step at most, since a loop may never step
@@ -54,8 +54,8 @@ class StepBeginning:
         return sum(tensor.nbytes for tensor in held)
 
 
-class OutsideAutocast(RuntimeError):
-    """A step ran again outside of the autocast region in which the loop runs it."""
+class CannotRunAgain(RuntimeError):
+    """A step cannot run again as the loop ran it; the message says why."""
 
 
 class StepRerun:
@@ -124,11 +124,13 @@ class StepRerun:
         step takes microseconds.
 
         Raises:
-            OutsideAutocast: The loop calls the model in an autocast region, and this run did not.
-            RuntimeError: Its forward exchanges values with other ranks.
+            CannotRunAgain: The loop calls the model in an autocast region, and this run did not. Or its forward waits
+                for other ranks, which may not run the step again.
 
         Sync: as many as several steps, for each batch up to the first that is not finite.
         """
+        if exchanging := exchanges_in_forward(self._model):
+            raise CannotRunAgain(f"{exchanging} exchanges values with the other ranks in its forward.")
         for begun in tuple(self._begun):
             alone = on_this_rank_alone(self._model, self._wrappers)
             with self._as_it_began(begun.random), alone, self._inside_autocast_as_the_loop():
@@ -153,7 +155,7 @@ class StepRerun:
         finally:
             hook.remove()
         if self._loop_in_autocast and seen and not seen[0]:
-            raise OutsideAutocast(self._outside())
+            raise CannotRunAgain(self._outside())
 
     def _outside(self) -> str:
         name = getattr(self._step or self._loss, "__name__", "")

@@ -49,7 +49,7 @@ from amplab.lab.scale_probe import ScaledStep, probe_of
 from amplab.lab.skip_explanation import SkipExplanation, explained
 from amplab.lab.step_check import StepCheck
 from amplab.lab.step_look import StepLook
-from amplab.lab.step_rerun import OutsideAutocast, StepRerun
+from amplab.lab.step_rerun import CannotRunAgain, StepRerun
 from amplab.lab.tensorboard_scalars import TensorBoardScalars
 from amplab.lab.watched_run import WatchedRun
 from amplab.trace import Trace
@@ -363,7 +363,7 @@ class Watch:
         try:
             found = self._rerun.first_nonfinite(loss_scale)
         except Exception as error:  # noqa: BLE001  a failed explanation must not end the loop
-            failure = str(error) if isinstance(error, OutsideAutocast) else f"{type(error).__name__}: {error}"
+            failure = str(error) if isinstance(error, CannotRunAgain) else f"{type(error).__name__}: {error}"
             self._store.find(step, finding("step-not-explained", evidence={"step": step}, failure=failure))
             self._store.explain(SkipExplanation(step, "once", f"could not run again: {failure}"))
             self._fail(f"step {step} could not run again: {failure}")

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import os
-import subprocess
 import sys
 from collections.abc import Sequence
+from typing import NoReturn
 
 __all__ = ["launch_ranks"]
 
 
-def launch_ranks(count: int, words: Sequence[str], *, restarts: int = 0) -> int:
-    """Run a command as `count` processes and return the exit status of torchrun.
+def launch_ranks(count: int, words: Sequence[str], *, restarts: int = 0) -> NoReturn:
+    """Replace this process by torchrun, which runs a command as `count` processes.
 
-    torchrun chooses a free port. Each process computes with one thread unless OMP_NUM_THREADS says otherwise.
+    Signals and the exit status are then torchrun's own. It chooses a free port. Each process computes with one thread
+    unless OMP_NUM_THREADS says otherwise.
 
     Args:
         count: Number of processes.
@@ -26,9 +27,5 @@ def launch_ranks(count: int, words: Sequence[str], *, restarts: int = 0) -> int:
     torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(count)]
     torchrun += ["--max-restarts", str(restarts), "-m", "--"]
     environment = {"OMP_NUM_THREADS": "1", **os.environ}
-    with subprocess.Popen([sys.executable, *torchrun, *words], env=environment) as process:
-        while True:
-            try:
-                return process.wait()
-            except KeyboardInterrupt:
-                pass  # torchrun gets it too, and ends when every rank has stopped
+    sys.stdout.flush()
+    os.execve(sys.executable, [sys.executable, *torchrun, *words], environment)

@@ -108,20 +108,15 @@ def data_parallel(model: nn.Module) -> list[DistributedDataParallel]:
 def on_this_rank_alone(model: nn.Module, wrappers: Sequence[DistributedDataParallel] = ()) -> Iterator[None]:
     """In the block, forwards and backwards of a model do not wait for other ranks; gradients are those of this rank.
 
+    A model whose forward itself exchanges values (see `exchanges_in_forward`) runs as it is: every rank must run it.
+
     Args:
         model: the model, wrapped or not.
         wrappers: DistributedDataParallel around it, as `data_parallel` returns them.
-
-    Raises:
-        RuntimeError: a module exchanges values with the other ranks in its own forward.
     """
-    if this_rank() is None:
+    if this_rank() is None or exchanges_in_forward(model):
         yield
         return
-    if exchanging := exchanges_in_forward(model):
-        raise RuntimeError(
-            f"{exchanging} exchanges values with the other ranks in its forward: a step cannot run alone."
-        )
     found = dict.fromkeys([*wrappers, *data_parallel(model)])
     sync_buffers = {each: each.require_forward_param_sync for each in found}
     with ExitStack() as stack:

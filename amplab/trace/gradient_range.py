@@ -23,6 +23,7 @@ from amplab.display.html import Markup, markup, name
 from amplab.display.numbers import percent, power
 from amplab.display.table import Card, Cell, Column, Table
 from amplab.formats import FLOAT16, ExponentHistogram, FloatFormat
+from amplab.parallel.ranks import on_this_rank_alone
 from amplab.policies import disable_casts
 from amplab.trace.argument_checks import check_gradients_on, check_loss_scale
 from amplab.trace.handed_step import Loss, Models, as_model, handed_step, shows_calls
@@ -194,7 +195,8 @@ def gradient_range(
     model = as_model(model, compiled=True, values=True)
     handed = handed_step("gradient_range", model, batch, loss=loss, step=step)
     device = next((parameter.device.type for parameter in model.parameters()), "cpu")
-    with untouched(model) as gradients, disable_casts(), torch.autocast(device, enabled=False):
+    alone = on_this_rank_alone(model)
+    with untouched(model) as gradients, alone, disable_casts(), torch.autocast(device, enabled=False):
         value = handed()
         gradients.park_leaves_of(value)
         run_backward(value, model)

@@ -189,3 +189,17 @@ def test_a_name_that_a_config_cannot_spell_is_refused(name):
 def test_a_model_that_cannot_be_called_is_refused():
     with pytest.raises(TypeError, match="got 3"):
         register_model("three", label="Three")(3)
+
+
+@pytest.mark.parametrize(
+    ("words", "environment", "said"),
+    [
+        (["--max-restarts", "2"], {}, "expected --nproc too"),
+        (["--nproc", "2"], {"WORLD_SIZE": "2", "RANK": "0"}, "leave --nproc out"),
+    ],
+)
+def test_options_of_a_launch_that_do_not_fit_are_refused(capsys, monkeypatch, words, environment, said):
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    assert main(["train", *words]) == 2
+    assert said in capsys.readouterr().err

@@ -4,7 +4,7 @@ import os
 import signal
 import subprocess
 import sys
-import time
+import threading
 from pathlib import Path
 
 import pytest
@@ -12,52 +12,57 @@ import torch
 
 from amplab.amp.run_state.file_format import read_run_state
 from amplab.lab import Experiment, ExperimentConfig, load_run
+from amplab.lab.rank_training import train_on_ranks
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "parallel"))
+from ranks import run_ranks
 
 STEPS = 40
 # One process that accumulates two batches halves each loss: at twice the scale its backward has the same bits.
 ALONE = ExperimentConfig(hidden=16, accumulate=2, init_scale=2.0**25, max_loss_scale=2.0**25)
-LIMIT = 100  # seconds
+LIMIT = 400  # seconds, of about 20 on two cores that do nothing else
 
-RANK = """
-import os, signal, sys, torch
-from amplab.cli import main
-from amplab.lab import checkpoints
+STARTED = """
+# A sitecustomize of every rank: write checkpoints from the first step on; rank 1 of the first start dies after one
+import os, signal, sys, threading, time
 
-checkpoints.EVERY_SECONDS = 0.0  # from the first step on, as far as they take at most 1 % of the time
-forwards = 0
-
-def die_after_some_steps(*_):
-    global forwards
-    forwards += 1
-    if os.path.exists(CHECKPOINT) and forwards >= 200:
+def shorten_and_die():
+    while not hasattr(sys.modules.get("amplab.lab.checkpoints"), "last_checkpoint"):
+        time.sleep(0.001)
+    sys.modules["amplab.lab.checkpoints"].EVERY_SECONDS = 0.0
+    if (os.environ["RANK"], os.environ["TORCHELASTIC_RESTART_COUNT"]) == ("1", "0"):
+        while not os.path.exists(os.environ["CHECKPOINT"]):
+            time.sleep(0.001)
+        time.sleep(0.2)  # some steps later
         os.kill(os.getpid(), signal.SIGKILL)
 
-CHECKPOINT = sys.argv[-1] + "/rank-0.checkpoint"
-if (os.environ["RANK"], os.environ["TORCHELASTIC_RESTART_COUNT"]) == ("1", "0"):
-    torch.nn.modules.module.register_module_forward_hook(die_after_some_steps)
-sys.exit(main(sys.argv[1:-1]))
+if "RANK" in os.environ:
+    threading.Thread(target=shorten_and_die, daemon=True).start()
 """
-
-
-def torchrun(*words: object) -> list[str]:
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    return [*command, *map(str, words)]
 
 
 @pytest.fixture(scope="module")
 def restarted(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
     """Return the folder of a run whose rank 1 was killed once, and what was printed."""
     folder = tmp_path_factory.mktemp("restarted")
-    script = folder / "rank.py"
-    script.write_text(RANK)
-    words = ["train", "--steps", STEPS, "--hidden=16", "--init-scale=2**24", "--max-loss-scale=2**24"]
-    command = torchrun("--max-restarts", 1, script, *words, "--run-log", folder / "run.jsonl", folder / "run")
-    done = subprocess.run(
-        command, capture_output=True, text=True, timeout=LIMIT, check=False,
-        env={**os.environ, "OMP_NUM_THREADS": "1", "AMPLAB_KERNELS": "reference"},
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    return folder / "run", done.stdout + done.stderr
+    (folder / "sitecustomize.py").write_text(STARTED)
+    words = ["--steps", STEPS, "--hidden=16", "--init-scale=2**24", "--max-loss-scale=2**24"]
+    command = [sys.executable, "-m", "amplab", "train", "--nproc", 2, "--max-restarts", 1, *words]
+    settings = {
+        "CHECKPOINT": f"{folder}/run/rank-0.checkpoint",
+        "PYTHONPATH": f"{folder}",
+        "AMPLAB_KERNELS": "reference",
+    }
+    words = [*map(str, command), "--log", str(folder / "run.jsonl")]
+    with subprocess.Popen(
+        words, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=os.environ | settings
+    ) as process:
+        try:
+            printed, _ = process.communicate(timeout=LIMIT)
+        finally:
+            process.terminate()  # torchrun then ends the ranks
+    assert process.returncode == 0, printed
+    return folder / "run", printed
 
 
 def test_a_run_that_lost_a_rank_ends_as_one_process_with_the_joined_batch(restarted):
@@ -96,24 +101,15 @@ def test_the_table_has_a_line_for_each_rank(restarted):
     assert f"{STEPS} steps" in str(run)
 
 
-def test_an_interrupt_stops_both_ranks_after_the_same_step(tmp_path):
-    command = [sys.executable, "-m", "amplab", "train", "--nproc", "2", "--steps", "100000", "--hidden=16"]
-    process = subprocess.Popen(
-        [*command, "--log", str(tmp_path / "run.jsonl")], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-        start_new_session=True, env={**os.environ, "AMPLAB_KERNELS": "reference"},
-    )  # fmt: skip
-    try:
-        end = time.monotonic() + LIMIT
-        while not list(tmp_path.glob("run/rank-1.jsonl")):
-            assert time.monotonic() < end
-            time.sleep(0.05)
-        time.sleep(0.5)
-        os.killpg(process.pid, signal.SIGINT)  # as Ctrl+C does
-        printed, _ = process.communicate(timeout=LIMIT)
-    finally:
-        if process.poll() is None:
-            os.killpg(process.pid, signal.SIGKILL)
-    assert "  interrupted" in printed
+def interrupted_alone(rank: int, folder: Path) -> int:
+    """Train until rank 1 gets the signal of Ctrl+C, and rank 0 none; return the exit status."""
+    if rank == 1:
+        threading.Timer(1.0, os.kill, (os.getpid(), signal.SIGINT)).start()
+    return train_on_ranks(ExperimentConfig(hidden=16), steps=100_000, log_path=folder / "run.jsonl").exit_status
+
+
+def test_an_interrupt_of_one_rank_stops_both_after_the_same_step(tmp_path):
+    assert run_ranks(interrupted_alone, tmp_path) == [130, 130]
     run = load_run(tmp_path / "run")
     assert run.differences == ()
     assert len(run.history) > 0

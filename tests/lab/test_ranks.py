@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import nn
 
-from amplab import GradScaler, amp, autocast, watch
+from amplab import GradScaler, amp, autocast, first_nonfinite, gradient_range, watch, xray
 from amplab.lab import ExperimentConfig, Run, Trainer, load_run
 from amplab.lab.rank_exchange import RankExchange
 from amplab.lab.run_log import FLUSH_SECONDS
@@ -93,9 +93,28 @@ def with_synchronized_batchnorm(rank: int, folder: Path) -> str:
     return w.failures[0]
 
 
+def tools_of_one_rank(rank: int) -> None:
+    """Call tools on rank 0 only, between two steps of both; nothing waits for rank 1, and both average as before."""
+    model = net()
+    parallel = nn.parallel.DistributedDataParallel(model)
+    for _ in range(3):
+        model.zero_grad()
+        parallel(torch.randn(4, 8) + rank).square().mean().backward()
+        if rank == 0:
+            given = {"batch": torch.randn(4, 8), "loss": lambda out: out.square().mean()}
+            assert first_nonfinite(parallel, **given) is None
+            xray(parallel, **given)
+            gradient_range(parallel, **given)
+    for parameter in model.parameters():
+        own = [torch.empty_like(parameter) for _ in range(2)]
+        torch.distributed.all_gather(own, parameter.grad)
+        assert torch.equal(*own)
+
+
 def several_runs(rank: int, folder: Path) -> list[list[list[float]]]:
+    tools_of_one_rank(rank)
     failure = with_synchronized_batchnorm(rank, folder / "synchronized")
-    assert "SyncBatchNorm, exchanges values with the other ranks" in failure
+    assert "SyncBatchNorm, exchanges values with the other ranks in its forward" in failure
     return [
         with_scaler(rank, folder / "wrapped", True),
         with_scaler(rank, folder / "inner", False),
@@ -104,7 +123,7 @@ def several_runs(rank: int, folder: Path) -> list[list[list[float]]]:
 
 
 @pytest.fixture(scope="module")
-def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Run]:
+def opened(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Run]:
     folder = tmp_path_factory.mktemp("ranks")
     first, second = run_ranks(several_runs, folder)
     assert first == second  # the weights of every rank are the same bits
@@ -112,8 +131,8 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Run]:
 
 
 @pytest.mark.parametrize("name", ["wrapped", "inner", "O2"])
-def test_every_rank_skips_what_one_of_them_overflows(runs, name):
-    run = runs[name]
+def test_every_rank_skips_what_one_of_them_overflows(opened, name):
+    run = opened[name]
     assert [each.history.skipped_steps() for each in run.ranks] == [[BAD_STEP], [BAD_STEP]]
     assert run.differences == ()
 
@@ -121,8 +140,8 @@ def test_every_rank_skips_what_one_of_them_overflows(runs, name):
 @pytest.mark.parametrize(
     ("name", "module", "op"), [("wrapped", "module.0", "cast"), ("inner", "0", "cast"), ("O2", "module", "cast")]
 )
-def test_the_run_says_which_rank_module_and_tensor_overflowed(runs, name, module, op):
-    run = runs[name]
+def test_the_run_says_which_rank_module_and_tensor_overflowed(opened, name, module, op):
+    run = opened[name]
     (record,) = run.history.skips()
     assert record.first_nonfinite.startswith("rank 1: ")
     why = run.history.explanations[BAD_STEP]
