@@ -324,6 +324,10 @@ _RUN = (
                 _with("", _FIRST_NONFINITE, "  # names the op"),
             ),
             "loss": Case(cause="The loss is not finite before it is scaled, so no loss scale fixes this."),
+            "floor": Case(
+                "The last {skips} steps were all skipped; the loss scale stays at {scale}.",
+                "The loss scale is at its floor and cannot fall to one at which the gradients may fit.",
+            ),
         },
         supersedes_as_error=("still-skipping",),
     ),

@@ -71,11 +71,13 @@ def size(nbytes: int) -> str:
 def number(value: float | str) -> str:
     """Return a number for people: integers in groups of three digits, powers of two, else four significant digits.
 
-    >>> number(9216), number(65536.0), number(2.0**-24), number(0.46973), number(1e-8), number("loss")
-    ('9,216', '2^16', '2^-24', '0.4697', '1e-08', 'loss')
+    >>> number(9216), number(65536.0), number(2.0**-24), number(0.46973), number(1e-8), number("loss"), number(math.nan)
+    ('9,216', '2^16', '2^-24', '0.4697', '1e-08', 'loss', 'NaN')
     """
     if not isinstance(value, float):
         return f"{value:,}" if isinstance(value, int) else value
+    if math.isnan(value):
+        return "NaN"
     is_power = 0.0 < value < math.inf and math.frexp(value)[0] == 0.5
     return power(value) if is_power and not 2.0**-4 <= value <= 2.0**9 else f"{value:.4g}"
 

@@ -62,7 +62,8 @@ def fault_change(fault: str, step: int, *, on: bool) -> RunChange:
     'injected underflow: on'
     """
     state = f" {'on' if on else 'off'}" if fault == "underflow" else ""
-    return RunChange(step, "fault", f"{fault}{state}", f"injected {fault}{':' * bool(state)}{state}")
+    name = "NaN" if fault == "nan" else fault
+    return RunChange(step, "fault", f"{name}{state}", f"injected {name}{':' * bool(state)}{state}")
 
 
 def restart_change(step: int) -> RunChange:

@@ -14,7 +14,7 @@ from amplab.diagnose import Finding
 from amplab.lab.changes import config_changes
 from amplab.lab.config import FIELDS, ExperimentConfig
 
-__all__ = ["ConfigRemedy", "config_remedy", "taken_back"]
+__all__ = ["ConfigRemedy", "config_remedy", "float32_statistics", "taken_back"]
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,7 @@ def config_remedy(finding: Finding, config: ExperimentConfig) -> ConfigRemedy | 
     """Return the change to make for a finding; None if no field of the config helps, or another finding explains it."""
     remedy = _REMEDIES.get(finding.name)
     changes = None if remedy is None else remedy(finding, config)
-    if not changes or finding.certainty == "possible":
+    if not changes or finding.certainty == "possible" or "injected_in_step" in finding.evidence:
         return None
     try:
         changed = config.changed(**changes)
@@ -57,6 +57,18 @@ def taken_back(previous: ExperimentConfig, config: ExperimentConfig) -> ConfigRe
     changes = {name: getattr(previous, name) for name in FIELDS if getattr(previous, name) != getattr(config, name)}
     text = ", ".join(each.text for each in config_changes(config, previous, 0))
     return ConfigRemedy(changes, text, restarts=True) if text else None
+
+
+def float32_statistics(config: ExperimentConfig) -> ConfigRemedy | None:
+    """Return the remedy for running statistics that overflowed in float16; None if BatchNorm is not float16."""
+    if config.opt_level not in ("O2", "O3"):
+        return None
+    chosen = config.keep_batchnorm_fp32
+    if config.level.properties.keep_batchnorm_fp32 if chosen is None else chosen:
+        return None
+    changes = {"keep_batchnorm_fp32": True}
+    text = ", ".join(each.text for each in config_changes(config, config.changed(**changes), 0))
+    return ConfigRemedy(changes, text, restarts=True)
 
 
 Changes = Mapping[str, Any] | None

@@ -19,7 +19,15 @@ from amplab.lab.history import History
 from amplab.lab.skip_explanation import SkipExplanation
 from amplab.lab.watched_run import NO_LEVEL, WatchedRun
 
-__all__ = ["LOOK_BACK", "diverged", "finding_from_log", "finding_to_log", "observed_run", "with_explained"]
+__all__ = [
+    "LOOK_BACK",
+    "diverged",
+    "finding_from_log",
+    "finding_to_log",
+    "observed_run",
+    "with_explained",
+    "with_injected",
+]
 
 LOOK_BACK = 2000
 """Number of steps at the end of a run that the rules read."""
@@ -82,6 +90,10 @@ def diverged(history: History, why: SkipExplanation, config: ExperimentConfig) -
     taken = len(history) - history.skip_count
     if why.kind != "divergence" or why.loss is None or not math.isfinite(first):
         return
+    skips = set(history.skipped_steps())
+    rates = [each.step for each in history.changes if each.field in ("lr", "optimizer")]
+    if any(each <= why.step and each - 1 in skips for each in rates):
+        return  # the weights were lost at the rate from before the change
     yield finding(
         "diverging",
         api=Api.of_opt_level(config.opt_level),
@@ -125,6 +137,31 @@ def with_explained(
         last[_key(each)] = each
     dated = (_dated(each, first[key], explains.get(key, ()), len(skips)) for key, each in last.items())
     return ranked((*found, *dated))
+
+
+def with_injected(found: Findings, history: History) -> Findings:
+    """Return the findings; those of inf and NaN after a fault that was injected, and not skipped, say so."""
+    last = history.last
+    if last is None or not any(each.name in _OF_DAMAGE for each in found):
+        return found
+    taken = [each.step for each in history.records(max(0, len(history) - LOOK_BACK)) if _is_taken_fault(each)]
+
+    def told(each: Finding) -> Finding:
+        first = each.evidence.get("first_step")
+        causes = [step for step in taken if isinstance(first, int) and step <= first]
+        if each.name not in _OF_DAMAGE or not causes:
+            return each
+        said = f"{each.symptom} A fault was injected in step {causes[-1]:,}, and the step was not skipped."
+        return replace(each, symptom=said, evidence={**each.evidence, "injected_in_step": causes[-1]})
+
+    return replace(found, found=tuple(told(each) for each in found))
+
+
+_OF_DAMAGE = ("nonfinite-loss", "nonfinite-parameter")
+
+
+def _is_taken_fault(record: StepRecord) -> bool:
+    return record.is_disturbed and not record.skipped
 
 
 def _key(found: Finding) -> tuple[str, ...]:

@@ -183,6 +183,7 @@ def register_own(
         learning_rates=rates,
         has_own_optimizer=code.has_optimizers,
         has_batch_size=False,
+        has_opposed_losses=len(code.trained) > 1,
     )
     MODELS[_free_model_name(label)] = ModelChoice(label, lambda _hidden: code.make_model(), (name,))
     return name

@@ -185,6 +185,9 @@ def _skipping(history: History, floor: float | None) -> RunStatus | None:
         below = "" if fits is None else f", and gradients fit at {power(fits, raised=True)}"
         why = f"the loss scale is at its floor, {power(floor, raised=True)}{below}"
     elif last.step - began + 1 < IN_A_ROW or (fits is not None and fits < last.loss_scale > last.next_loss_scale):
+        if fits is not None and last.next_loss_scale <= fits:
+            text = f"Loss scale found: {skips} skipped, and the gradients fit at the next one, {now}."
+            return RunStatus("searching", text, began)
         goal = "" if fits is None else f"; gradients fit at {power(fits, raised=True)}"
         return RunStatus("searching", f"Searching for a loss scale that fits: {skips} skipped, now {now}{goal}.", began)
     else:
@@ -222,8 +225,8 @@ def _learning(history: History, losses: np.ndarray, measured: Measured) -> RunSt
     has_fallen = now < LEARNED * early or now < LEARNED * float(finite[0])
     is_guessing, score = _guesses(history, measured), _score_text(history, measured)
     if has_fallen and (wrong := _evaluation(history, measured, is_guessing=is_guessing)) is not None:
-        fell = f"the training loss fell from {was} to {present}"
-        return _bad(history, "evaluation", 0, f"Evaluation fails although {fell}", wrong)
+        text = f"{wrong[:1].upper()}{wrong[1:]}. The training loss fell from {was} to {present}."
+        return RunStatus("evaluation", text, 0, why=wrong)
     if has_fallen:
         return RunStatus("healthy", f"Healthy: the loss fell from {was} to {present}, {rest}.")
     if len(finite) < (GUESSED if is_guessing else STUCK):
@@ -252,9 +255,9 @@ def _evaluation(history: History, measured: Measured, *, is_guessing: bool | Non
     more = f" and {len(names) - 1} more" if len(names) > 1 else ""
     buffers = f"{names[0]}{more} {'hold' if more else 'holds'} inf or NaN" if names else ""
     if is_guessing and (buffers or len(history) >= STUCK):
-        score = f"{_score_text(history, measured)} is no better than chance"
-        return f"{score}, since {buffers}" if buffers else score
-    return f"{buffers}, which evaluation uses" if buffers and is_guessing is None else None
+        score = f"{_score_text(history, measured)}, no better than chance"
+        return f"{score}: {buffers}" if buffers else score
+    return f"evaluation uses {buffers.replace(' hold', ', which hold', 1)}" if buffers and is_guessing is None else None
 
 
 def _skips_at_the_end(history: History) -> int | None:

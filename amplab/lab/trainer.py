@@ -49,7 +49,7 @@ from amplab.lab.events import (
     Undone,
 )
 from amplab.lab.experiment import Experiment, check_fault, samples_gradients
-from amplab.lab.findings import LOOK_BACK, diverged, observed_run, with_explained
+from amplab.lab.findings import LOOK_BACK, diverged, observed_run, with_explained, with_injected
 from amplab.lab.history import History
 from amplab.lab.kept_runs import KeptRun, KeptRuns
 from amplab.lab.memory_count import level_memory
@@ -227,6 +227,7 @@ class Trainer:
         since = max(changes, default=0)
         of_steps = [(step, each) for step, each in (*store.found, *store.examined) if step >= since]
         ranked = with_explained(run_findings(observed), of_steps, history.skipped_steps())
+        ranked = with_injected(ranked, history)
         looked_at = [f"looked at {count(len(history), 'step')}"]
         if left_out:
             looked_at.append(f"left out {count(left_out, 'step')} that an injected fault made skip")

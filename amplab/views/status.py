@@ -21,6 +21,7 @@ from amplab.lab import (
     taken_back,
 )
 from amplab.lab.config import ExperimentConfig
+from amplab.lab.config_remedies import float32_statistics
 from amplab.lab.run_status import Measured
 from amplab.lab.tasks import task_choice
 from amplab.views.ticker import Pace
@@ -127,4 +128,7 @@ class Status:
         if self._before is not None and self._is_undo(status):
             return taken_back(self._before[1], config)
         remedies = (config_remedy(each, config) for each in self._trainer.findings())
-        return next((each for each in remedies if each is not None), None)
+        found = next((each for each in remedies if each is not None), None)
+        if found is None and status.kind == "evaluation" and self._trainer.nonfinite_buffers:
+            return float32_statistics(config)
+        return found

@@ -139,6 +139,7 @@ def test_overrides_without_meaning_are_disabled_with_the_reason(dashboard: Dashb
     expect(masters).to_be_enabled()
     masters.select_option("false")
     expect(dashboard.root.locator(".amp-config")).to_contain_text("master_weights=false")
+    expect(dashboard.root.locator(".amp-level .amp-note")).to_contain_text("steps the float16 weights, without masters")
     masters.select_option("null")
     dashboard.press("O1")
     expect(masters).to_be_disabled()

@@ -385,6 +385,7 @@ def test_a_norm_of_blank_samples_is_named_before_the_scale(level):
     assert not found(x).named("norm-of-constant")
     x[:3] = 0  # some blank samples are usual
     assert not found(x).named("norm-of-constant")
+    assert not found(torch.full((8, 4, 8, 8), torch.nan)).named("norm-of-constant"), "torch's variance of NaN is 0"
 
 
 def test_a_step_that_cannot_run_again_is_examined_once():

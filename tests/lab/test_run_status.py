@@ -78,6 +78,11 @@ def test_a_long_search_is_told_from_skips_that_no_scale_mends():
     status = run_status(history)
     assert (status.kind, status.step, status.is_bad) == ("searching", 30, False)
     assert status.text == ("Searching for a loss scale that fits: 20 steps skipped, now 2²⁰; gradients fit at 2¹⁷.")
+    history.explain(SkipExplanation(49, "scale", "too large", fits=2.0**20))
+    assert run_status(history).text == (
+        "Loss scale found: 20 steps skipped, and the gradients fit at the next one, 2²⁰."
+    )
+    history.explain(SkipExplanation(49, "scale", "too large", fits=2.0**17))
     assert run_status(history, floor=2.0**20).text == (
         "Every step is skipped since step 30: the loss scale is at its floor, 2²⁰, and gradients fit at 2¹⁷."
     )
@@ -135,15 +140,13 @@ def test_a_score_no_better_than_chance_is_named_although_the_training_loss_fell(
     status = run_status(scored(falling(100), 0.111), measured=buffers)
     assert (status.kind, status.is_bad, status.has_learned) == ("evaluation", True, False)
     assert status.text == (
-        "Evaluation fails although the training loss fell from 2.3 to 0.936: held-out accuracy 11.1% is no better than "
-        "chance, since norm1.running_var holds inf or NaN."
+        "Held-out accuracy 11.1%, no better than chance: norm1.running_var holds inf or NaN. The training loss fell "
+        "from 2.3 to 0.936."
     )
-    assert "no better than chance." in run_status(scored(falling(100), 0.111), measured=DIGITS).text
+    assert "no better than chance. The" in run_status(scored(falling(100), 0.111), measured=DIGITS).text
     assert run_status(scored(falling(100), 0.93), measured=buffers).kind == "healthy"
-    assert (
-        "running_var holds inf or NaN, which evaluation uses"
-        in run_status(run(falling(100)), measured=replace(buffers, task=None)).text
-    )
+    unscored = run_status(run(falling(100)), measured=replace(buffers, task=None))
+    assert unscored.text.startswith("Evaluation uses norm1.running_var, which holds inf or NaN. The training loss fell")
 
 
 def test_a_run_whose_loss_hardly_fell_has_learned_if_its_score_is_better_than_chance():
@@ -193,6 +196,31 @@ def test_a_step_that_was_skipped_because_of_a_fault_is_no_fault_of_the_run(train
     assert status.text.endswith(" in 101 steps.")
     assert not {"nonfinite-loss", "nonfinite-in-data"} & {each.name for each in trainer.findings()}
     assert trainer.findings().looked_at[-1] == "left out 1 step that an injected fault made skip"
+
+
+def test_damage_by_a_fault_that_was_injected_is_said_to_be_so_and_nothing_is_offered():
+    trainer = Trainer(replace(SMALL, opt_level="O0"))
+    trainer.run(10)
+    trainer.inject("nan")
+    trainer.run(5)
+    assert run_status(trainer.history).text.startswith("Damaged since step 10, after injected NaN: ")
+    (found,) = (each for each in trainer.findings() if each.name == "nonfinite-loss")
+    assert found.symptom.endswith("A fault was injected in step 10, and the step was not skipped.")
+    assert config_remedy(found, trainer.config) is None
+    trainer.stop()
+
+
+@pytest.mark.filterwarnings("ignore:Loss scaler 0 has skipped:UserWarning")
+def test_a_rate_that_was_put_back_is_not_blamed_for_a_divergence(trainer):
+    trainer.run(20)
+    trainer.change(lr=1e9)
+    trainer.run(10)
+    assert "diverging" in [each.name for each in trainer.findings()]
+    trainer.change(lr=0.1)
+    for _ in range(3):
+        trainer.step()
+    assert trainer.wait(20)
+    assert "diverging" not in [each.name for each in trainer.findings()]
 
 
 def test_a_gan_adds_gradients_that_are_unscaled():

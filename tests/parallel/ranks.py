@@ -30,6 +30,7 @@ import tempfile
 import time
 import traceback
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
@@ -42,6 +43,7 @@ import torch.distributed as dist
 
 __all__ = ["Outcome", "RankError", "rank_outcomes", "run_ranks"]
 
+_SECONDS_TO_BEGIN = 100
 _context = multiprocessing.get_context("forkserver")
 _IMPORTED_ONCE = ["torch", "torch._dynamo", "amplab.amp", "amplab.parallel"]
 
@@ -76,7 +78,8 @@ def run_ranks(
         function: at the top level of a file; it takes the rank and ``args``.
         args: anything that can be pickled.
         world_size: number of processes.
-        limit: seconds after which the ranks are killed, and their stacks reported. It is the timeout of the group too.
+        limit: seconds after which the ranks are killed, and their stacks reported, counted from when all have begun.
+            It is the timeout of the group too.
         backend: of the process group that exists during the call; None: the function makes its own.
 
     Raises:
@@ -100,6 +103,7 @@ def rank_outcomes(
             _start(function, args, _Place(rank, world_size, Path(folder), limit, backend)) for rank in range(world_size)
         ]
         try:
+            _await_begun([connection for _, connection in started])
             _await([connection for _, connection in started], limit)
             return [_outcome(*started[rank], Path(folder) / f"{rank}.txt") for rank in range(world_size)]
         finally:
@@ -129,6 +133,15 @@ def _start(function: FunctionType, args: tuple[Any, ...], place: _Place) -> tupl
     process.start()
     sends.close()  # the rank has its own; without this one the pipe ends when the rank does
     return process, receives
+
+
+def _await_begun(connections: list[Connection]) -> None:
+    """Wait until every rank has imported the file of its function, or died."""
+    until = time.monotonic() + _SECONDS_TO_BEGIN
+    for connection in connections:
+        if connection.poll(max(0.0, until - time.monotonic())):
+            with suppress(EOFError):  # it has died; the pipe says so again when its value is read
+                connection.recv_bytes()
 
 
 def _await(connections: list[Connection], limit: float) -> None:
@@ -166,21 +179,24 @@ def _rank(
     printed = (place.folder / f"{place.rank}.txt").open("w")
     for standard in (1, 2):
         os.dup2(printed.fileno(), standard)
-    faulthandler.dump_traceback_later(place.limit, file=printed)
     os.environ.update(environment)
     os.environ.update(RANK=f"{place.rank}", LOCAL_RANK=f"{place.rank}", WORLD_SIZE=f"{place.world_size}")
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     torch.set_num_threads(1)
-    sent = _called(source, pickled, place)
+    sent = _called(source, pickled, place, connection)
     sys.stdout.flush()
     connection.send_bytes(sent)
     connection.close()
 
 
-def _called(source: tuple[str, str, str], pickled: bytes, place: _Place) -> bytes:
+def _called(source: tuple[str, str, str], pickled: bytes, place: _Place, connection: Connection) -> bytes:
     """Return the pickled ``(value, error)``. Whatever the function made is gone by then, the process group too."""
     try:
-        function = _loaded(source)  # before the group: modules of torch keep a group that exists when they are imported
+        try:  # before the group: modules of torch keep a group that exists when they are imported
+            function = _loaded(source)
+        finally:
+            connection.send_bytes(b"begun")
+        faulthandler.dump_traceback_later(place.limit, file=2)  # standard error
         if place.backend is not None:
             store = f"file://{place.folder / 'store'}"
             limit = timedelta(seconds=place.limit)

@@ -62,15 +62,15 @@ def without_sync(net, last):
     return contextlib.nullcontext() if last or not isinstance(net, DistributedDataParallel) else net.no_sync()
 
 
-def through_apex(rank, level, wrapped, micro=1, delay=True, **settings):
+def through_apex(rank, level, wrapped, micro=1, delay=True, combine=False):
     """Weights after some steps, and what happened at each."""
     torch.manual_seed(0)
     model = Net()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     session = amp.Session()
-    scale = {"loss_scale": "dynamic", "dynamic_init_scale": 1024.0}
-    session.initialize(model, optimizer, opt_level=level, verbosity=0, **scale)
-    net = DistributedDataParallel(model, **settings) if wrapped else model
+    options = {"loss_scale": "dynamic", "dynamic_init_scale": 1024.0, "combine_grad": combine}
+    session.initialize(model, optimizer, opt_level=level, verbosity=0, **options)
+    net = DistributedDataParallel(model) if wrapped else model
     happened = []
     for inputs, factor in batches(rank, micro):
         optimizer.zero_grad()
@@ -87,13 +87,13 @@ def through_apex(rank, level, wrapped, micro=1, delay=True, **settings):
     return [param.detach().clone() for param in session.master_params(optimizer)], happened
 
 
-def through_torch(rank, kind, wrapped, micro=1, *, in_blocks=False, **settings):
+def through_torch(rank, kind, wrapped, micro=1, *, in_blocks=False):
     """The same with autocast and GradScaler; ``in_blocks``: each backward in a block of `GradScaler.scale_loss`."""
     torch.manual_seed(0)
     model = kind()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     scaler = amplab.GradScaler("cpu", init_scale=1024.0)
-    net = DistributedDataParallel(model, **settings) if wrapped else model
+    net = DistributedDataParallel(model) if wrapped else model
     around = amplab.autocast("cpu", dtype=torch.float16, enabled=kind is Net)
     happened = []
     for inputs, factor in batches(rank, micro):
@@ -156,6 +156,7 @@ def every_run(rank):
         for micro in (1, 2):
             runs[level, micro] = [through_apex(rank, level, wrapped, micro) for wrapped in (True, False)]
         runs[level, "not delayed"] = through_apex(rank, level, True, 2, delay=False)
+        runs[level, "combined"] = through_apex(rank, level, True, 2, combine=True)
     for kind in (Net, Decorated, Within):
         for micro in (1, 2):
             runs[kind.__name__, micro] = [through_torch(rank, kind, wrapped, micro) for wrapped in (True, False)]
@@ -193,13 +194,14 @@ def test_a_wrapper_is_refused_before_initialize(ranks):
     assert "then wrap it" in within
 
 
+@pytest.mark.parametrize("way", ["not delayed", "combined"])
 @pytest.mark.parametrize("level", LEVELS)
-def test_scale_loss_under_no_sync_waits_for_the_average(ranks, level):
+def test_scale_loss_under_no_sync_waits_for_the_average(ranks, level, way):
     """Unscaled at once, the gradients of the first half would never be averaged, and the ranks would differ."""
     (weights, happened), _ = ranks[0][level, 2]
     for rank in ranks:
-        assert same(weights, rank[level, "not delayed"][0])
-        assert happened == rank[level, "not delayed"][1]
+        assert same(weights, rank[level, way][0])
+        assert happened == rank[level, way][1]
 
 
 def test_scale_loss_of_grad_scaler_under_no_sync(ranks):

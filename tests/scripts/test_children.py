@@ -130,6 +130,7 @@ dist.init_process_group("gloo", init_method="file://" + __file__ + ".store", ran
 model = DistributedDataParallel(nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2)))
 model(torch.ones(3, 2)).sum().backward()
 print(model.broadcast_buffers)
+del model  # it would keep gloo's threads, and Python may abort when they outlive it
 dist.destroy_process_group()
 """
 

@@ -142,8 +142,8 @@ def test_a_reset_that_changes_nothing_is_not_offered_for_undo(lab: Dashboard, un
     controls = parts(lab).controls
     tell(controls, type="change", field="task", value="even-logits")
     until(lambda: (controls.shown.get("last_change") or "").startswith("Task digits → even or odd"))
-    tell(controls, type="reset")
-    lab.trainer.wait(10)
+    lab.trainer.reset()
+    assert lab.trainer.wait(10)
     assert lab.trainer.last_change.startswith("Task digits → even or odd")
 
 
@@ -185,6 +185,23 @@ def test_the_dtypes_say_when_the_present_step_cannot_be_traced(lab: Dashboard, u
     lab.trainer.reset(lab.trainer.config.changed(task="even-bce", opt_level="O1"))
     until(lambda: panels.shown("dtypes")["problem"].startswith("This step cannot be traced: NotImplementedError: "))
     assert panels.shown("dtypes")["rows"] == []
+
+
+def test_a_paused_run_has_one_number_of_steps_and_skips_in_open_and_closed_tabs(lab: Dashboard, wire, until) -> None:
+    tell(parts(lab).live, type="hello", view="a")
+    panels = parts(lab).panels
+    lab.run(steps=3)
+    until(lambda: panels.shown("runs").get("rows"))
+    lab.trainer.inject("overflow")
+    lab.run(steps=20)
+    history = lab.trainer.history
+    assert panels.tab != "runs"
+
+    def numbers() -> list[object]:
+        row, figures = panels.shown("runs")["rows"][0], frames(wire)[-1]["data"]["content"]["summary"]
+        return [row["steps"], row["skipped"], figures["step"], figures["skipped"], panels.shown("skipped")["count"]]
+
+    until(lambda: numbers() == ["23", str(history.skip_count), 23, history.skip_count, str(history.skip_count)])
 
 
 def test_gradients_are_drawn_when_their_tab_is_opened(lab: Dashboard, until) -> None:

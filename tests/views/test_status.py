@@ -1,6 +1,6 @@
 """The status line, and the cards of findings."""
 
-from amplab.lab import ExperimentConfig, RunStatus, Trainer, config_remedy
+from amplab.lab import ExperimentConfig, RunStatus, StateChanged, Trainer, config_remedy
 from amplab.views.status import Status, status_payload
 from amplab.views.tabs.findings_payload import card_key, findings_payload
 
@@ -63,6 +63,26 @@ def test_a_divergence_from_the_start_offers_the_remedy_of_the_finding() -> None:
     status.tick()
     assert shown[-1]["text"] == "Diverged at step 1 at learning rate 1e9: every step since is skipped."
     assert shown[-1]["button"] == "Learning rate 1e9 → 0.1, and start again"
+    trainer.stop()
+
+
+def test_statistics_that_overflow_in_float16_are_named_with_a_remedy_that_works() -> None:
+    config = ExperimentConfig(task="digits-1023", model="cnn", opt_level="O2", keep_batchnorm_fp32=False, hidden=32)
+    trainer = Trainer(config)
+    shown: list[dict] = []
+    status = Status(trainer, lambda: None, shown.append)
+    trainer.run(75)
+    status.tick()
+    assert (shown[-1]["kind"], shown[-1]["tone"]) == ("evaluation", "bad")
+    assert "no better than chance: norm1.running_var" in shown[-1]["text"]
+    assert shown[-1]["button"] == "keep_batchnorm_fp32 False → True, and start again"
+    assert status.on_message() is None
+    trainer.pause()
+    assert trainer.wait(20)
+    trainer.run(75)
+    status.on_event(StateChanged("paused", 75))
+    status.tick()
+    assert shown[-1]["kind"] == "healthy"
     trainer.stop()
 
 

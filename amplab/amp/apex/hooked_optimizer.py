@@ -81,7 +81,6 @@ class HookedOptimizer:
     Attributes:
         masters: the float32 masters of its half parameters.
         outcome: of the last step.
-        copies_shared: as `ReachedGradients`.
         rank_groups: the ranks that hold the shards of its parameters; empty if this rank holds all elements.
     """
 
@@ -103,7 +102,6 @@ class HookedOptimizer:
         self._master_weights, self._casts_in_step, self._announce = master_weights, casts_in_step, announce
         self._unscaler, self._into_masters = unscaler(), unscaler()
         self._reducer = reducer
-        self.copies_shared = reducer is not None or type(self._unscaler) is Unscaler
         self.rank_groups: tuple[RankGroup, ...] = ()
         self._params: list[Tensor] = []
         self._own: list[Tensor] = []
@@ -175,6 +173,11 @@ class HookedOptimizer:
     def sent_buffers(self) -> tuple[Tensor, ...]:
         """The flat buffers in which gradients are averaged over ranks; those of `buffers` may be among them."""
         return () if self._reducer is None else self._reducer.buffers
+
+    @property
+    def copies_shared(self) -> bool:
+        """As `ReachedGradients`: gradients that are in no flat buffer are where the backward made them."""
+        return self._reducer is not None or not self._unscaler.buffers
 
     def _model_groups(self) -> list[list[Tensor]]:
         optimizer = self._optimizer()

@@ -40,14 +40,15 @@ class SetAside(NamedTuple):
 
 
 class ReachedGradients(Protocol):
-    """The gradients of one optimizer that a backward reaches.
+    """The gradients of one optimizer that a backward reaches."""
 
-    Attributes:
-        copies_shared: copy a gradient that is a part of larger memory before the backward. If the memory is a bucket
-            of DistributedDataParallel, the next backward writes there. Not needed for buffers that no backward writes.
-    """
+    @property
+    def copies_shared(self) -> bool:
+        """Whether to copy a gradient that is a part of larger memory before the backward.
 
-    copies_shared: bool
+        If the memory is a bucket of DistributedDataParallel, the next backward writes there. Not needed for buffers
+        that no backward writes.
+        """
 
     def before_backward(self) -> list[Tensor]:
         """Prepare for a backward; return the parameters whose gradients it may write."""

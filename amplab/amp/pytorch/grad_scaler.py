@@ -68,13 +68,12 @@ class _OfFirstLoss:
 class _Reached:
     """The gradients of one optimizer that a backward reaches, without parameters of optimizers that precede it."""
 
-    copies_shared = False
-
     def __init__(self, optimizer: Optimizer, known: OptimizerGradients, params: list[Tensor]) -> None:
         self.optimizer, self.params = optimizer, params
         self.shares = len(params) < len(known.params)
         self.rank_groups = known.rank_groups
         self._unscaler = known.unscaler
+        self.copies_shared = not known.unscaler.buffers
 
     def before_backward(self) -> list[Tensor]:
         return self.params

@@ -125,9 +125,11 @@ def scale_collapse(run: Observation) -> Iterator[Finding]:
     last = run[-1]
     if skips < SKIPS_BEFORE_COLLAPSE and last.loss_scale > 1:
         return
+    stays = run.steps[-2:] if skips > 1 else ()  # the scale of both: a skip that did not make it smaller
+    at_floor = bool(stays) and stays[0].loss_scale == stays[1].loss_scale == last.next_loss_scale
     yield finding(
         "scale-collapse",
-        "" if last.loss_is_finite else "loss",
+        "loss" if not last.loss_is_finite else "floor" if at_floor else "",
         api=run.api,
         tensor=f"gradient of {last.first_nonfinite}" if last.first_nonfinite else "",
         evidence={"skips": skips, "first_step": run[-skips].step, "loss_scale": last.loss_scale}

@@ -264,13 +264,16 @@ def gradients_that_underflow(step: ObservedStep, api: Api) -> Iterator[Finding]:
 def norms_of_constants(step: ObservedStep, _api: Api) -> Iterator[Finding]:
     """A norm layer all of whose groups have a variance of 0: 1 / sqrt(variance + eps) is 1 / sqrt(eps) for each.
 
-    Single rows of padding are constant in healthy runs too, so some groups do not count.
+    Single rows of padding are constant in healthy runs too, so some groups do not count. torch computes a variance of 0
+    for a group with NaN too: an output that is not finite says so.
     """
     for record in forward_ops(step):
         written, numbers = step.outputs(record.index), step.ops[record.index].numbers
         if not short_name(record).endswith("_norm") or len(written) != 3 or not numbers or numbers[-1] <= 0:
             continue
         gain, groups = numbers[-1] ** -0.5, written[2].summary
+        if not written[0].summary.is_finite:
+            continue
         if groups.smallest is not None and groups.smallest > 0.99 * gain:
             size = written[0].summary.numel // groups.numel
             yield finding(

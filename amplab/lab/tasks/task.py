@@ -13,6 +13,7 @@ The tasks themselves are in the other files of this folder.
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -67,11 +68,13 @@ class Score:
     def text(self, value: float | None) -> str:
         """Return a value as text.
 
-        >>> ACCURACY.text(0.9361), Score("perplexity").text(8.25), ACCURACY.text(None)
-        ('93.6%', '8.25', '–')
+        >>> ACCURACY.text(0.9361), Score("perplexity").text(8.25), ACCURACY.text(None), ACCURACY.text(math.nan)
+        ('93.6%', '8.25', '–', 'NaN')
         """
         if value is None:
             return "–"
+        if math.isnan(value):
+            return "NaN"
         return f"{value:.1%}" if self.is_share else f"{value:.4g}"
 
 

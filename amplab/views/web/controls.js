@@ -183,9 +183,9 @@ function levelBlock(label, levels, change, back) {
   const note = h("p", { class: "amp-note", "aria-live": "polite" });
   const labels = Object.fromEntries(levels.map((level) => [level.name, level.label]));
   const made = choices(label, levels.map((level) => level.name), (value) => change("opt_level", value), labels);
-  const show = (chosen) => {
+  const show = (chosen, now) => {
     made.show(chosen);
-    const level = levels.find((each) => each.name === chosen);
+    const level = now.find((each) => each.name === chosen); // its line depends on the overrides
     write(note, level.line);
     note.title = level.brief;
   };
@@ -318,7 +318,7 @@ function render({ model, el }) {
     for (const [name, each] of lists) each.show(shown.fields[name]);
     for (const [name, each] of Object.entries(backs)) each.show(shown.fields[name]);
     overrides.show(shown.fields);
-    level.show(shown.fields.opt_level.value);
+    level.show(shown.fields.opt_level.value, shown.levels);
     scale.show(shown.scale, shown.fields);
     rate.show(shown.fields.lr.value);
     inject.show(shown.armed, shown.shrinking, shown.state === "running");

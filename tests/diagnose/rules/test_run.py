@@ -102,6 +102,13 @@ def test_a_scale_that_collapses(loss):
     assert "scale-collapse" not in names(run_of([loss] * 19, "x" * 19, scales[:20]))
 
 
+def test_a_scale_that_cannot_fall_is_not_said_to_fall():
+    scales = [2.0**24, 2.0**23, *[2.0**22] * 19]
+    (found,) = (each for each in run_findings(run_of([1.0] * 20, "x" * 20, scales)) if each.name == "scale-collapse")
+    assert found.symptom == "The last 20 steps were all skipped; the loss scale stays at 2^22."
+    assert "at its floor" in found.cause
+
+
 def test_skips_at_a_scale_of_one_are_a_collapse_at_once():
     assert "scale-collapse" in names(run_of([1.0, 1.0], ".x", [1.0, 1.0, 0.5]))
 
