@@ -53,14 +53,14 @@ def test_a_failing_job_is_reported_and_the_next_one_runs(until) -> None:
 
 
 def test_closing_ends_the_thread_even_from_within(until) -> None:
-    before = threading.active_count()
     outside = Ticker(lambda: None, on_failure=print)
     outside.call(lambda: None)
+    thread = outside._thread
     outside.close()
-    assert threading.active_count() == before
+    assert not thread.is_alive()
     inside = Ticker(lambda: None, on_failure=print)
     inside.call(inside.close)
-    until(lambda: threading.active_count() == before)
+    until(lambda: inside._thread is None)
 
 
 def test_a_pace_postpones_a_drawing_and_skips_what_is_drawn() -> None:
@@ -80,16 +80,16 @@ def test_a_pace_postpones_a_drawing_and_skips_what_is_drawn() -> None:
 
 def test_its_thread_ends_when_nothing_happens_and_starts_again(until, monkeypatch) -> None:
     monkeypatch.setattr("amplab.views.ticker.IDLE", 0.05)
-    before, ticks = threading.active_count(), []
+    ticks = []
     ticker = Ticker(lambda: ticks.append(1), on_failure=ticks.append, period=0.01)
-    assert threading.active_count() == before
+    assert ticker._thread is None
     for times in (1, 2):
         ticker.wake()
         until(lambda times=times: len(ticks) == times)
-        until(lambda: threading.active_count() == before)
+        until(lambda: ticker._thread is None)
     ticker.close()
     ticker.call(lambda: ticks.append(2))
-    assert threading.active_count() == before
+    assert ticker._thread is None
     assert ticks == [1, 1]
 
 
