@@ -84,16 +84,21 @@ def observed_run(
     return Observation(tuple(map(observed, records)), growth_interval, changes, scaling, level)
 
 
+def lost_at_another_rate(history: History, step: int) -> bool:
+    """Return whether steps were skipped when the learning rate changed, before `step`: the weights were lost before."""
+    skips = set(history.skipped_steps())
+    rates = [each.step for each in history.changes if each.field in ("lr", "optimizer")]
+    return any(each <= step and each - 1 in skips for each in rates)
+
+
 def diverged(history: History, why: SkipExplanation, config: ExperimentConfig) -> Iterator[Finding]:
     """Yield the finding of a skipped step whose loss has exploded in float32; the rules of runs see finite losses."""
     first, rate = history.record(0).loss, config.learning_rate
     taken = len(history) - history.skip_count
     if why.kind != "divergence" or why.loss is None or not math.isfinite(first):
         return
-    skips = set(history.skipped_steps())
-    rates = [each.step for each in history.changes if each.field in ("lr", "optimizer")]
-    if any(each <= why.step and each - 1 in skips for each in rates):
-        return  # the weights were lost at the rate from before the change
+    if lost_at_another_rate(history, why.step):
+        return
     yield finding(
         "diverging",
         api=Api.of_opt_level(config.opt_level),

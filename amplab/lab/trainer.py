@@ -21,7 +21,7 @@ from pathlib import Path
 
 from amplab import kernels
 from amplab.amp import MemoryUse
-from amplab.diagnose import Findings, finding_of, run_findings
+from amplab.diagnose import Finding, Findings, finding_of, run_findings
 from amplab.display.numbers import count
 from amplab.lab.changes import config_changes
 from amplab.lab.checkpoints import Checkpoint, Checkpoints
@@ -49,7 +49,14 @@ from amplab.lab.events import (
     Undone,
 )
 from amplab.lab.experiment import Experiment, check_fault, samples_gradients
-from amplab.lab.findings import LOOK_BACK, diverged, observed_run, with_explained, with_injected
+from amplab.lab.findings import (
+    LOOK_BACK,
+    diverged,
+    lost_at_another_rate,
+    observed_run,
+    with_explained,
+    with_injected,
+)
 from amplab.lab.history import History
 from amplab.lab.kept_runs import KeptRun, KeptRuns
 from amplab.lab.memory_count import level_memory
@@ -626,9 +633,14 @@ class Trainer:
         began, step = time.perf_counter(), self._experiment.steps_done
         self._attempt(
             "the examination of a step failed; the run is not changed.",
-            lambda: self._store.examine(step, self._experiment.examine().harmful),
+            lambda: self._store.examine(step, self._examined(step)),
         )
         self._store.budget.took(time.perf_counter() - began, _EXAMINATION)
+
+    def _examined(self, step: int) -> list[Finding]:
+        found = self._experiment.examine().harmful
+        is_lost = lost_at_another_rate(self.history, step)
+        return [each for each in found if not (is_lost and each.name == "diverging")]
 
     def _explain_past(self, skip: PastSkip) -> None:
         """Explain a skipped step in an experiment beside the run."""

@@ -31,9 +31,10 @@ class CombinedUnscaler(Unscaler):
             ``zero_grad()``; None: they are combined again without a message.
 
     >>> weight = torch.nn.Parameter(torch.ones(2))
+    >>> weight.grad = torch.zeros(2)
     >>> unscaler = CombinedUnscaler()
     >>> for _ in range(2):
-    ...     weight.grad = torch.tensor([256.0, 512.0])
+    ...     _ = weight.grad.copy_(torch.tensor([256.0, 512.0]))  # as a backward adds to a gradient of zeros
     ...     found_inf = unscaler.unscale_([weight], 128.0)
     ...     unscaler.settle([weight])
     >>> weight.grad.tolist(), [buffer.sum().item() for buffer in unscaler.buffers]

@@ -83,7 +83,7 @@ class Status:
         """Remember the config before a change, and write the line at once."""
         if isinstance(event, ConfigChanged):
             self._before = None if event.reset else (event.step, event.previous)
-        self._pace.forget()
+        self._pace.hurry()
 
     def on_message(self) -> str | None:
         """Apply the remedy of the button; return why it was refused, or None."""

@@ -39,7 +39,7 @@ def test_bytes(given, shown):
 
 @pytest.mark.parametrize(
     ("given", "shown"),
-    [(128.0, "128"), (0.5, "0.5"), (float("nan"), "nan"), (float("inf"), "inf"), (0.0, "0")],
+    [(128.0, "128"), (0.5, "0.5"), (float("nan"), "NaN"), (float("inf"), "inf"), (0.0, "0")],
 )
 def test_numbers(given, shown):
     assert number(given) == shown
