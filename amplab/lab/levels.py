@@ -110,7 +110,7 @@ def explained(name: str, *, keep_batchnorm_fp32: bool | None, master_weights: bo
 
 
 _NO_CASTS_OF_WEIGHTS = {
-    "keep_batchnorm_fp32": "With autocast BatchNorm's weights and statistics are float32, also if its input is not.",
+    "keep_batchnorm_fp32": "BatchNorm's weights and statistics stay float32.",
     "master_weights": "With autocast the model's weights are float32 and need no masters.",
 }
 

@@ -77,15 +77,18 @@ class LabPage:
         self.page.on("dialog", lambda dialog: dialog.accept())
 
     def open(self, notebook: Path) -> None:
-        """Copy `notebook` into the server's folder and open it as a single document, its kernel idle.
+        """Copy `notebook` into the server's folder and open it as one document in the light theme; its kernel is idle.
 
-        The lab offers to continue a run of an earlier test, unless its checkpoint is gone.
+        JupyterLab keeps the theme that an earlier test chose. The lab offers to continue a run of an earlier test,
+        unless its checkpoint is gone.
         """
         for checkpoint in self.server.runs.glob("*.checkpoint"):
             checkpoint.unlink()
         shutil.copy(notebook, self.server.root / notebook.name)
         self.page.goto(self.server.url(f"/doc/tree/{notebook.name}"))
         self.wait_until_idle()
+        if self.page.locator("body[data-jp-theme-light=false]").count():
+            self.theme("JupyterLab Light")
 
     def reload(self) -> None:
         """Reload the page; the kernel keeps running."""

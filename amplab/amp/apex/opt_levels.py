@@ -165,7 +165,7 @@ _SENSELESS = {
     (
         "O1",
         "keep_batchnorm_fp32",
-    ): "At O1 BatchNorm's weights and statistics are float32, also if its input is float16.",
+    ): "BatchNorm's weights and statistics stay float32.",
     ("O1", "master_weights"): "At O1 the model's weights are float32 and need no masters.",
     ("O2", "patch_torch_functions"): "O2 casts the model; O1 casts around functions.",
     ("O3", "patch_torch_functions"): "O3 casts the model; O1 casts around functions.",

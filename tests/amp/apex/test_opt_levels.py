@@ -132,7 +132,7 @@ def test_loss_scale_makes_sense_everywhere(level):
     ("level", "name", "said"),
     [
         ("O0", "master_weights", "At O0 the weights are float32"),
-        ("O1", "keep_batchnorm_fp32", "At O1 BatchNorm's weights and statistics are float32"),
+        ("O1", "keep_batchnorm_fp32", "BatchNorm's weights and statistics stay float32"),
         ("O2", "master_weights", None),
         ("O3", "master_weights", None),
         ("O2", "keep_batchnorm_fp32", None),
