@@ -18,7 +18,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from dashboard_page import ACCENT_LIGHT, DashboardPage
+from dashboard_page import ACCENT_LIGHT, SCALE, DashboardPage
 from lab_page import NOTEBOOKS, LabPage, launch_chromium
 from lab_server import LabServer, running_amplab_lab, running_server
 from playwright.sync_api import Playwright, sync_playwright
@@ -94,7 +94,7 @@ def warm_start(playwright: Playwright, times: int) -> list[float]:
             page.page.evaluate("() => { window.jupyterapp.commands.execute('notebook:run-cell'); }")
             page.page.locator(".amp-dashboard canvas").first.wait_for()
             dashboard = DashboardPage(page)
-            while dashboard.painted_columns(1, ACCENT_LIGHT) < 20:
+            while dashboard.painted_columns(SCALE, ACCENT_LIGHT) < 20:
                 time.sleep(0.01)
             taken.append(time.perf_counter() - began)
     return taken
@@ -152,7 +152,7 @@ def drawn(playwright: Playwright, server: LabServer) -> float:
         page.page.locator(".amp-dashboard canvas").first.wait_for()
         dashboard = DashboardPage(page)
         dashboard.press("Start")
-        while dashboard.painted_columns(1, ACCENT_LIGHT) < 20:
+        while dashboard.painted_columns(SCALE, ACCENT_LIGHT) < 20:
             time.sleep(0.02)
         moment = time.perf_counter()
         page.close()
