@@ -198,7 +198,7 @@ def all_of_them(rank):
     functions = (gradients_by_setting, reduced, overflows_on_rank_1, resumed_after_unequal_seeds, combined_and_not)
     results = {}
     for function in (*functions, in_buckets_and_not, half_gradients, accumulated):
-        results[function] = function(rank)
+        results[function.__name__] = function(rank)
         amp.reset()
     return results
 
@@ -211,38 +211,38 @@ def ranks():
 
 def test_gradients_are_averaged_as_the_settings_say(ranks):
     for rank in ranks:
-        assert rank[gradients_by_setting] == [2.0, 2.0, 4.0, 2.0, 2.0]
+        assert rank["gradients_by_setting"] == [2.0, 2.0, 4.0, 2.0, 2.0]
 
 
 def test_half_gradients_are_averaged_as_apex_does(ranks):
     """Divided before and after the sum, in the dtype of the wire, and rounded to half once."""
-    for (found, by_hand), (found_on_second, _) in zip(*(rank[half_gradients] for rank in ranks), strict=True):
+    for (found, by_hand), (found_on_second, _) in zip(*(rank["half_gradients"] for rank in ranks), strict=True):
         assert same(found, by_hand)
         assert same(found, found_on_second)
 
 
 def test_disabled_allreduce_accumulates(ranks):
     for rank in ranks:
-        by_methods, by_no_sync = rank[accumulated]
+        by_methods, by_no_sync = rank["accumulated"]
         assert torch.equal(by_methods, by_no_sync)
         assert by_methods[0, 0] == 5.0  # the mean of 1 + 3 and 2 + 4
 
 
 def test_reducer_averages_and_broadcasts(ranks):
-    (gradient, alone, weight), second = (rank[reduced] for rank in ranks)
+    (gradient, alone, weight), second = (rank["reduced"] for rank in ranks)
     assert (gradient, alone) == (1.5, 0.5)
     assert second == (1.5, 0.5, weight)
 
 
 def test_an_overflow_on_one_rank_skips_the_step_of_both(ranks):
-    (steps, weights), (steps_of_second, weights_of_second) = (rank[overflows_on_rank_1] for rank in ranks)
+    (steps, weights), (steps_of_second, weights_of_second) = (rank["overflows_on_rank_1"] for rank in ranks)
     assert steps == steps_of_second == [(65536.0, True), (32768.0, False), (32768.0, True)]
     assert same(weights, weights_of_second)
 
 
 def test_masters_of_ranks_that_were_seeded_differently_are_the_same_bits(ranks):
     """The wrapper gives every rank the half weights of rank 0; a run that all ranks resume keeps its bits."""
-    (start, trained, resumed), second = (rank[resumed_after_unequal_seeds] for rank in ranks)
+    (start, trained, resumed), second = (rank["resumed_after_unequal_seeds"] for rank in ranks)
     assert not same(start, trained)
     assert same(trained, resumed)
     assert same(trained, second[1])
@@ -252,16 +252,16 @@ def test_masters_of_ranks_that_were_seeded_differently_are_the_same_bits(ranks):
 @pytest.mark.parametrize("level", ["O1", "O2"])
 def test_combined_gradients_are_those_of_the_buckets(ranks, level):
     """Gradients leave the wrapper's buckets for the flat buffers, be they views of the buckets or not."""
-    plain, combined, in_views = ranks[0][combined_and_not][level]
+    plain, combined, in_views = ranks[0]["combined_and_not"][level]
     assert same(plain, combined)
     assert same(plain, in_views)
-    assert same(plain, ranks[1][combined_and_not][level][0])
+    assert same(plain, ranks[1]["combined_and_not"][level][0])
     assert plain[0].isfinite().all()
 
 
 def test_gradients_in_the_buckets_of_ddp_are_counted_once(ranks):
     """With zeros left in place the gradient set aside is the bucket that the next backward writes."""
-    assert same(*ranks[0][in_buckets_and_not])
+    assert same(*ranks[0]["in_buckets_and_not"])
 
 
 @pytest.mark.parametrize(
