@@ -13,7 +13,7 @@ import math
 import time
 import traceback
 import weakref
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from os import PathLike
@@ -21,7 +21,7 @@ from pathlib import Path
 
 from amplab import kernels
 from amplab.amp import MemoryUse
-from amplab.diagnose import Finding, Findings, finding_of, run_findings
+from amplab.diagnose import Findings, run_findings
 from amplab.display.numbers import count
 from amplab.lab.changes import config_changes
 from amplab.lab.checkpoints import Checkpoint, Checkpoints
@@ -40,7 +40,6 @@ from amplab.lab.events import (
     MemoryCounted,
     Publisher,
     RunsChanged,
-    SkipExplained,
     StagesReady,
     StateChanged,
     StepRecord,
@@ -51,8 +50,6 @@ from amplab.lab.events import (
 from amplab.lab.experiment import Experiment, check_fault, samples_gradients
 from amplab.lab.findings import (
     LOOK_BACK,
-    diverged,
-    lost_at_another_rate,
     observed_run,
     with_explained,
     with_injected,
@@ -60,10 +57,9 @@ from amplab.lab.findings import (
 from amplab.lab.history import History
 from amplab.lab.kept_runs import KeptRun, KeptRuns
 from amplab.lab.memory_count import level_memory
-from amplab.lab.past_skips import PastSkip
 from amplab.lab.rank_exchange import RankExchange, RankLost
 from amplab.lab.run_store import RunStore
-from amplab.lab.skip_explanation import explained
+from amplab.lab.step_explainer import StepExplainer
 from amplab.lab.step_stages import StepStages
 from amplab.lab.undo import UndoList
 from amplab.lab.worker import Worker
@@ -76,7 +72,6 @@ STEP_LIMIT = 1_000_000
 """Steps after which a run pauses by itself, so that a forgotten run does not fill the disk."""
 
 _EXIT_SECONDS = 5.0
-_EXAMINATION = "examination"
 _PAUSE_SECONDS = 2.0  # in which a pause explains left-over skips; the others have a button
 
 
@@ -124,6 +119,7 @@ class Trainer:
         self._kept = KeptRuns(self._changes)
         self._comparison: Comparison | None = None
         self._store = self._new_store(self._experiment.config)
+        self._explainer = self._new_explainer()
         self._checkpoints: Checkpoints | None = None  # of the present log
         self._name, self._runs_begun = "Run 1", 1
         self._worker = Worker(
@@ -142,8 +138,6 @@ class Trainer:
         self._due = 0.0  # when the next step may begin, by time.monotonic()
         self._has_reported_kernels = self._has_reported_buffers = False
         self._nonfinite_buffers: tuple[str, ...] = ()
-        self._is_to_examine = True
-        self._beside: Experiment | None = None  # of the steps that run again, while they do
         kernels.ensure(on_report=_no_warning)
         _LIVE.add(self)
 
@@ -505,7 +499,7 @@ class Trainer:
 
         Its explanation is None if the step was not explained before and is not kept any more; see `explainable`.
         """
-        self._worker.post(partial(self._answer_explanation, step))
+        self._worker.post(lambda: self._explainer.answer(step))
 
     def request_stages(self, step: int, parameter: str | None = None) -> None:
         """Request a `StagesReady` of a skipped step, which runs again beside the run; see `walkable`.
@@ -514,18 +508,17 @@ class Trainer:
             step: Number of the step.
             parameter: As in `step_in_stages`.
         """
-        self._request(f"step {step} in stages", lambda: StagesReady(self._stages_again(step, parameter)))
+        self._request(f"step {step} in stages", lambda: StagesReady(self._explainer.stages(step, parameter)))
 
     @property
     def explainable(self) -> tuple[int, ...]:
         """The skipped steps that can run again: the latest ones, and the last step."""
-        skip, kept = self._experiment.last_skip, self._experiment.past_skips.steps
-        return kept if skip is None or skip.step in kept[-1:] else (*kept, skip.step)
+        return self._explainer.explainable
 
     @property
     def walkable(self) -> tuple[int, ...]:
         """The skipped steps that `request_stages` can record: those of one optimizer that are kept."""
-        return self._experiment.past_skips.steps if len(self._experiment.optimizers) == 1 else ()
+        return self._explainer.walkable
 
     def run(self, steps: int) -> History:
         """Train `steps` steps and return the history when they are done; an interrupt pauses at a step boundary.
@@ -596,10 +589,7 @@ class Trainer:
             self._memory = memory
             self._store.keep_memory(record.step, memory)
         self._publisher.publish(record)
-        if record.skipped and self._store.budget.allows(_kind_of_skip(record), self._store.seconds):
-            self._explain()
-        if self._is_to_examine and self._store.budget.allows(_EXAMINATION, self._store.seconds):
-            self._examine()
+        self._explainer.after(record)
         if record.score is not None:
             self._report_kernels()
         if record.score is not None or not math.isfinite(record.loss):
@@ -616,100 +606,19 @@ class Trainer:
     def _train_once(self) -> None:
         if self._state != "failed":  # since step() was called
             self._train()
-            self._explain()
-
-    def _explain(self) -> None:
-        """Explain the last step if it was skipped: its batch, weights and random state are still there."""
-        record = self._experiment.last_skip
-        if record is None or record.step in self.history.explanations:
-            return
-        began = time.perf_counter()
-        self._attempt(f"step {record.step} could not run again.", partial(self._explain_skip, record, self._experiment))
-        self._store.budget.took(time.perf_counter() - began, _kind_of_skip(record))
-
-    def _examine(self) -> None:
-        """Examine the next step, which is as the one after a change."""
-        self._is_to_examine = False
-        began, step = time.perf_counter(), self._experiment.steps_done
-        self._attempt(
-            "the examination of a step failed; the run is not changed.",
-            lambda: self._store.examine(step, self._examined(step)),
-        )
-        self._store.budget.took(time.perf_counter() - began, _EXAMINATION)
-
-    def _examined(self, step: int) -> list[Finding]:
-        found = self._experiment.examine().harmful
-        is_lost = lost_at_another_rate(self.history, step)
-        return [each for each in found if not (is_lost and each.name == "diverging")]
-
-    def _explain_past(self, skip: PastSkip) -> None:
-        """Explain a skipped step in an experiment beside the run."""
-        if skip.record.step not in self.history.explanations:
-            self._attempt(
-                f"step {skip.record.step} could not run again.",
-                lambda: self._explain_skip(skip.record, self._as_in(skip)),
-            )
+            self._explainer.explain_last()
 
     def _begin_to_explain(self) -> None:
         """Explain the rows of skips that have no reason, the newest first, while the run is paused."""
-        past, explanations = self._experiment.past_skips, self.history.explanations
-        left = []
-        for first, last in self.history.skip_groups().tolist():
-            if not any(first <= step <= last for step in explanations):
-                left += [step for step in past.steps if first <= step <= last][:1]
-        self._explain_left_over(self._experiment, left, time.monotonic() + _PAUSE_SECONDS)
+        self._explain_left_over(self._explainer, self._explainer.left_over(), time.monotonic() + _PAUSE_SECONDS)
 
-    def _explain_left_over(self, experiment: Experiment, steps: list[int], end: float) -> None:
+    def _explain_left_over(self, explainer: StepExplainer, steps: list[int], end: float) -> None:
         """Explain one step, and post the rest: controls take effect in between."""
-        is_wanted = self._state == "paused" and experiment is self._experiment and time.monotonic() < end
-        skip = experiment.past_skips.get(steps.pop()) if steps and is_wanted else None
-        if skip is None:
-            self._beside = None
-            return
-        self._explain_past(skip)
-        self._worker.post(partial(self._explain_left_over, experiment, steps, end))
-
-    def _as_in(self, skip: PastSkip) -> Experiment:
-        """Return an experiment beside the run, in the state in which a skipped step began."""
-        if self._beside is None or self._beside.config != skip.config:
-            self._beside = Experiment(skip.config)
-        self._beside.become(skip)
-        return self._beside
-
-    def _stages_again(self, step: int, parameter: str | None) -> StepStages:
-        skip = self._experiment.past_skips.get(step)
-        if skip is None or step not in self.walkable:
-            raise ValueError(f"step {step} cannot run again: it is not kept any more.")
-        try:
-            return self._as_in(skip).step_in_stages(parameter)[1]
-        finally:
-            self._beside = None
-
-    def _explain_skip(self, record: StepRecord, experiment: Experiment) -> None:
-        found = experiment.explain_skip()
-        why = explained(
-            found,
-            step=record.step,
-            injected=record.injected,
-            loss=record.loss,
-            first_loss=self.history.record(0).loss,
-            rank=self._store.rank,
-        )
-        self._store.explain(why)
-        if found is not None and why.kind != "injected":
-            for each in (finding_of(found), *diverged(self.history, why, experiment.config)):
-                self._store.find(record.step, each)
-        self._publisher.publish(SkipExplained(record.step, why))
-
-    def _answer_explanation(self, step: int) -> None:
-        skip, last = self._experiment.past_skips.get(step), self._experiment.last_skip
-        if step not in self.history.explanations and last is not None and last.step == step:
-            self._explain()
-        elif step not in self.history.explanations and skip is not None:
-            self._explain_past(skip)
-            self._beside = None
+        is_wanted = self._state == "paused" and explainer is self._explainer and time.monotonic() < end
+        if is_wanted and steps and explainer.explain_past(steps.pop()):
+            self._worker.post(partial(self._explain_left_over, explainer, steps, end))
         else:
-            self._publisher.publish(SkipExplained(step, self.history.explanations.get(step)))
+            explainer.end_past()
 
     def _train_in_stages(self, parameter: str | None) -> None:
         if self._state == "failed":  # since step_in_stages() was called
@@ -722,7 +631,7 @@ class Trainer:
             return record
 
         self._train(step)
-        self._explain()
+        self._explainer.explain_last()
         self._publisher.publish(StagesReady(recorded[0]))
 
     def _count_down(self) -> None:
@@ -746,7 +655,7 @@ class Trainer:
             self._save_if(lambda _: True)
         self._publisher.publish(StateChanged(state, len(self.history), note))
         if state == "paused":
-            self._explain()
+            self._explainer.explain_last()
             self._begin_to_explain()
 
     def _switch(self, config: ExperimentConfig, *, is_undo: bool = False) -> None:
@@ -758,7 +667,7 @@ class Trainer:
         else:
             self._changes.record(_in_words(previous, config), partial(self._switch, previous, is_undo=True))
         self._experiment.switch(config)
-        self._is_to_examine = True
+        self._explainer.examine_next()
         self._store.change(config, previous, step=step)
         self._publisher.publish(ConfigChanged(config, previous, step))
 
@@ -786,7 +695,8 @@ class Trainer:
     def _present(self, name: str, experiment: Experiment, store: RunStore, previous: ExperimentConfig) -> None:
         """Train another experiment from now on."""
         self._name, self._experiment, self._store = name, experiment, store
-        self._has_reported_buffers, self._is_to_examine = False, True
+        self._explainer = self._new_explainer()
+        self._has_reported_buffers = False
         self._nonfinite_buffers = experiment.nonfinite_buffers()
         self._publisher.forget_run()
         self._memory = None
@@ -932,7 +842,8 @@ class Trainer:
                 partial(self._disturb, fault, was_on, is_undo=True),
                 lambda: self._experiment is experiment and (fault in experiment.armed) == is_on,
             )
-        self._is_to_examine |= fault == "underflow"
+        if fault == "underflow":
+            self._explainer.examine_next()
         armed = self._experiment.shrinking if fault == "underflow" else on is not False
         self._store.inject(fault, step=len(self.history), on=armed)
 
@@ -958,6 +869,9 @@ class Trainer:
 
     def _new_store(self, config: ExperimentConfig) -> RunStore:
         return RunStore(config, log=self._log, on_failure=self._report)
+
+    def _new_explainer(self) -> StepExplainer:
+        return StepExplainer(self._experiment, self._store, self._publisher.publish, self._attempt)
 
     def _report(self, text: str) -> None:
         self._publisher.publish(Failed(text))
@@ -993,11 +907,6 @@ def _in_words(previous: ExperimentConfig, config: ExperimentConfig) -> str:
 def _check_steps(steps: int) -> None:
     if isinstance(steps, bool) or not isinstance(steps, int) or steps < 1:
         raise ValueError(f"steps={steps!r}: expected a whole number > 0, such as 300.")
-
-
-def _kind_of_skip(record: StepRecord) -> Hashable:
-    """What is known of a skipped step before it runs again, to tell kinds apart."""
-    return record.opt_level, record.injected, math.isfinite(record.loss)
 
 
 def _period(speed: float | None) -> float:
