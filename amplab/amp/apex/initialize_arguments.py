@@ -26,6 +26,7 @@ __all__ = [
     "checked_optimizers",
     "checked_verbosity",
     "refuse_half",
+    "refuse_older_than_shards",
     "refuse_scripted",
     "refuse_sharded",
     "settings_in_common",
@@ -285,6 +286,23 @@ def refuse_sharded(model: nn.Module, opt_level: str, dtype: torch.dtype | bool |
             f"its weights to {dtype}: expected O0 or O1. For weights in {dtype} with float32 masters pass "
             f"mp_policy=MixedPrecisionPolicy(param_dtype={dtype}) to fully_shard: its float32 shards are the masters."
         )
+
+
+def refuse_older_than_shards(models: Sequence[nn.Module], optimizers: Sequence[Optimizer]) -> None:
+    """Refuse an optimizer that was made before ``fully_shard``, which has replaced the parameters that it has.
+
+    Raises:
+        RuntimeError: a model is sharded, and the optimizer has no parameter of any model.
+    """
+    if not any(is_fully_sharded(module) for model in models for module in model.modules()):
+        return
+    trained = {param for model in models for param in model.parameters()}
+    for optimizer in optimizers:
+        if not any(param in trained for group in optimizer.param_groups for param in group["params"]):
+            raise RuntimeError(
+                f"{type(optimizer).__name__} has no parameter of the model, which is sharded: fully_shard replaced the "
+                "parameters that it has. Call fully_shard first, then make the optimizer, then call amp.initialize."
+            )
 
 
 def warn_of_unused(loss_scale: float | str | None, **dynamic: float) -> None:

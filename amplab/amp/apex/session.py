@@ -32,6 +32,7 @@ from amplab.amp.apex.initialize_arguments import (
     checked_optimizers,
     checked_verbosity,
     refuse_half,
+    refuse_older_than_shards,
     refuse_scripted,
     refuse_sharded,
     settings_in_common,
@@ -218,8 +219,8 @@ class Session:
 
         Raises:
             RuntimeError: an override that is not allowed at this level; a model that is already half, wrapped, or
-                compiled by TorchScript; at O2 and O3 one that is sharded; ``combine_ddp`` without a process group or
-                ``combine_grad``, with a sharded model, or with models or settings that differ between ranks.
+                compiled by TorchScript; at O2 and O3 one that is sharded; an optimizer made before ``fully_shard``;
+                ``combine_ddp`` without a process group or ``combine_grad``, with a sharded model, or with models or settings that differ between ranks.
             TypeError: models or optimizers of another type.
             ValueError: a number out of its range; a module rule that names no module or contradicts another;
                 ``combine_ddp`` without an optimizer.
@@ -262,6 +263,7 @@ class Session:
         for model in chosen_models:
             refuse_scripted(model, properties.cast_model_type)
             refuse_sharded(model, level.name, properties.cast_model_type, combine_ddp=buckets is not None)
+        refuse_older_than_shards(chosen_models, chosen_optimizers)
         policies = checked_policies(policy, chosen_models, properties.cast_model_type)
         scalers = [LossScaler.under(rule) for _ in range(checked_num_losses(num_losses))]
         self._hooks.release_connected(chosen_models, chosen_optimizers)
