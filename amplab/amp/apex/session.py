@@ -220,7 +220,8 @@ class Session:
         Raises:
             RuntimeError: an override that is not allowed at this level; a model that is already half, wrapped, or
                 compiled by TorchScript; at O2 and O3 one that is sharded; an optimizer made before ``fully_shard``;
-                ``combine_ddp`` without a process group or ``combine_grad``, with a sharded model, or with models or settings that differ between ranks.
+                ``combine_ddp`` without a process group or ``combine_grad``, with a sharded model, or with models or
+                settings that differ between ranks.
             TypeError: models or optimizers of another type.
             ValueError: a number out of its range; a module rule that names no module or contradicts another;
                 ``combine_ddp`` without an optimizer.
