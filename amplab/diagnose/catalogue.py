@@ -1610,14 +1610,18 @@ _RANKS = (
     CatalogueEntry(
         "gradient-missing-on-a-rank",
         "Parameters get a gradient on some ranks only",
-        ("error",),
+        ("error", "note"),
         {
             "": Case(
                 "On rank {rank} the backward did not reach {missing}, first {tensor}; on other ranks it did.",
                 "DistributedDataParallel waits until every rank has a gradient of every parameter: training stops in "
                 "this step, or fails in the next one.",
                 "model = torch.nn.parallel.DistributedDataParallel(model, find_unused_parameters=True)",
-            )
+            ),
+            "unwrapped": Case(
+                cause="The doctor was given a model without DistributedDataParallel. Around it, the wrapper needs "
+                "find_unused_parameters=True; amp.initialize(combine_ddp=True) counts the gradient as zero.",
+            ),
         },
     ),
     CatalogueEntry(

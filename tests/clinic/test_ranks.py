@@ -87,10 +87,9 @@ class TwoHeads(nn.Module):
 
 
 def a_parameter_of_one_rank(rank: int, _folder: Path, *, broken: bool) -> list[str]:
-    model = DistributedDataParallel(TwoHeads())
+    model = DistributedDataParallel(TwoHeads(), find_unused_parameters=not broken)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-    second = broken and rank == 1
-    return found_by_doctor(model, data(rank)[0], optimizer, lambda x: model(x, second).square().mean())
+    return found_by_doctor(model, data(rank)[0], optimizer, lambda x: model(x, rank == 1).square().mean())
 
 
 def wrapped_too_early(rank: int, _folder: Path, *, broken: bool) -> list[str]:

@@ -87,16 +87,24 @@ def _api(runs: Mapping[int, Observation]) -> Api:
 def gradients_missing_on_a_rank(missing: Mapping[int, Sequence[str]], model: nn.Module) -> Iterator[Finding]:
     """Parameters that the backward reached on some ranks and not on others.
 
+    With ``find_unused_parameters=True`` a gradient that is missing counts as zero, which is no fault.
+
     Args:
         missing: the names of the trainable parameters without a gradient, by rank.
         model: names them.
     """
+    wrappers = data_parallel(model)
+    zero = {id(each) for wrapper in wrappers if wrapper.find_unused_parameters for each in wrapper.parameters()}
+    judged = [name for name, each in model.named_parameters() if id(each) not in zero]
     nowhere = set.intersection(*map(set, missing.values()))
     for rank, names in missing.items():
-        here = [name for name, _ in model.named_parameters() if name in set(names) - nowhere]
+        here = [name for name in judged if name in set(names) - nowhere]
         if here:
             yield finding(
                 "gradient-missing-on-a-rank",
+                "" if wrappers else "unwrapped",
+                severity="error" if wrappers else "note",
+                certainty="certain" if wrappers else "possible",
                 module=here[0].rpartition(".")[0],
                 tensor=here[0],
                 evidence={"rank": rank, "parameters": len(here), "ranks": len(missing)},
