@@ -1,6 +1,6 @@
-"""Lesson 06, dynamic loss scaling: one real run on record, its picture under any rule, and the checks of the exercises.
+"""Lesson 06, dynamic loss scaling: a real run on record, its picture under any rule, the checks of the exercises.
 
-    record = recorded_run()                              one whole number for each step: floor(log2) of the largest gradient
+    record = recorded_run()                              for each step floor(log2) of its largest gradient
     scale_over_run(record, DynamicScale(growth_interval=64))
 
 The replay itself is `amplab.scalers`; what a run would have been is `amplab.diagnose.what_if`.
@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from itertools import product
+from typing import Any
 
 import numpy as np
 
@@ -146,7 +147,7 @@ def check_rule_for_the_run(answer: ScaleRule) -> str | None:
 
 
 @exercise("06-3")
-def check_next(answer: Callable[[ScaleState, bool], ScaleState]) -> str | None:
+def check_next(answer: Callable[[ScaleState, bool], Any]) -> str | None:
     """Check the transition of a rule with a window of 3 and a floor of 1, against `DynamicScale`.
 
     Right:
@@ -159,8 +160,8 @@ def check_next(answer: Callable[[ScaleState, bool], ScaleState]) -> str | None:
         state = rule.start()
         for found_inf in found_infs:
             expected, found = rule.next(state, found_inf), answer(state, found_inf)
-            if found is ...:
-                return "the function returns ... in every state: write the next state in its place."
+            if found in (..., ScaleState(..., ...)):  # type: ignore[arg-type]
+                return "the function still returns ...: write the next state in its place."
             if not isinstance(found, ScaleState):
                 return f"it returned {found!r} for {state}: expected a ScaleState."
             if found != expected:

@@ -79,7 +79,7 @@ def test_a_transition_is_compared_with_the_rule() -> None:
     assert "scale=0.5" in repr(check_next(without_floor))
     assert "expected ScaleState(scale=8.0, clean_steps=0)" in repr(check_next(keeps_the_count))
     assert "returned 8.0" in repr(check_next(lambda state, found_inf: 8.0))
-    assert "write the next state" in repr(check_next(lambda state, found_inf: ...))
+    assert "write the next state" in repr(check_next(lambda state, found_inf: ScaleState(..., ...)))
     assert "not a function" in repr(check_next(3))
 
 
