@@ -63,13 +63,15 @@ class RmsNorm(Function):
         """Return each row divided by its root mean square."""
         r = ((x * x).mean(1, keepdim=True) + 1e-12).rsqrt()  # (rows, 1)
         ctx.save_for_backward(x, r)
-        return x * r
+        normed: Tensor = x * r
+        return normed
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Tensor:
         """Return the gradient of `x`."""
         x, r = ctx.saved_tensors
-        return grad * r - x * r**3 * (grad * x).mean(1, keepdim=True)
+        of_x: Tensor = grad * r - x * r**3 * (grad * x).mean(1, keepdim=True)
+        return of_x
 
 
 def in_float32(function: type[Function]) -> type[Function]:
