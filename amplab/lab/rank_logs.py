@@ -11,6 +11,7 @@ skipped                  whether one of them skipped
 first_nonfinite          "rank 1: fc.weight" if it is known on which rank the gradient was not finite
 seconds                  of the slowest
 explanations             those of the ranks that were not finite, with the rank
+findings in a step       those of all ranks, with the rank if not every rank has them
 changes                  also where ranks begin to differ that must be equal, so that charts mark it
 everything else          of the first rank that has the step
 =======================  ====================================================================================
@@ -23,12 +24,13 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
+from amplab.diagnose import Finding
 from amplab.display.numbers import count, number, power
 from amplab.display.table import Column, Table
 from amplab.lab.changes import RunChange
@@ -36,7 +38,17 @@ from amplab.lab.events import StepRecord, StepRow
 from amplab.lab.history import History, row_of
 from amplab.lab.skip_explanation import SkipExplanation
 
-__all__ = ["EQUAL_COLUMNS", "RankDifference", "joined", "rank_differences", "rank_log", "rank_logs", "rank_table"]
+__all__ = [
+    "EQUAL_COLUMNS",
+    "RankDifference",
+    "findings_of_ranks",
+    "is_rank_log",
+    "joined",
+    "rank_differences",
+    "rank_log",
+    "rank_logs",
+    "rank_table",
+]
 
 EQUAL_COLUMNS = ("loss_scale", "next_loss_scale", "skipped", "opt_level")
 """The columns that are equal on every rank in a run that goes well."""
@@ -82,6 +94,31 @@ def rank_logs(folder: Path) -> dict[int, Path]:
     return dict(sorted((int(match[1]), path) for match, path in found if match))
 
 
+def is_rank_log(path: Path) -> bool:
+    """Return whether a log is that of one rank of several."""
+    return _NAME.fullmatch(path.name) is not None
+
+
+def findings_of_ranks(found: Mapping[int, Sequence[tuple[int, Finding]]]) -> list[tuple[int, Finding]]:
+    """Return (step, finding) of all ranks, by step; a finding that some ranks do not have says on which rank it is.
+
+    >>> nan = Finding("data-nonfinite", "error", "The batch holds NaN.", "why", "code")
+    >>> [each.symptom for _, each in findings_of_ranks({0: [], 1: [(3, nan)]})]
+    ['On rank 1: The batch holds NaN.']
+    """
+    owners: dict[tuple[str, ...], set[int]] = {}
+    for rank, own in found.items():
+        for _, each in own:
+            owners.setdefault((each.name, each.module, each.op), set()).add(rank)
+
+    def told(rank: int, each: Finding) -> Finding:
+        is_shared = len(owners[each.name, each.module, each.op]) == len(found)
+        return each if is_shared else replace(each, symptom=f"On rank {rank}: {each.symptom}")
+
+    named = [(step, told(rank, each)) for rank, own in found.items() for step, each in own]
+    return sorted(named, key=lambda each: each[0])
+
+
 def joined(histories: Mapping[int, History]) -> History:
     """Return the histories of several ranks, by rank, as that of one run."""
     records = {rank: history.records() for rank, history in histories.items()}
@@ -94,7 +131,7 @@ def joined(histories: Mapping[int, History]) -> History:
     for step in range(max(map(len, records.values()))):
         here = {rank: own[step] for rank, own in records.items() if step < len(own)}
         losses = {rank: record.loss for rank, record in here.items() if step not in missing[rank]}
-        ranks = blamed[step].ranks if step in blamed else _ranks_of(losses)
+        ranks = (blamed[step].ranks if step in blamed else "") or _ranks_of(losses)
         run.append_row(_joined_row([*here.values()], [*losses.values()], ranks))
     for each in blamed.values():
         run.explain(each.explanation)
@@ -119,12 +156,17 @@ def _blamed(histories: Mapping[int, History]) -> Iterator[tuple[int, _Blamed]]:
     """Yield each explained step with the explanation of the first rank that was not finite itself."""
     explained = [history.explanations for history in histories.values()]
     for step in sorted(set().union(*explained)):
-        said = [each[step] for each in explained if step in each]
+        bad_first = sorted(histories.values(), key=lambda each: _is_finite_in(each, step))
+        said = [each.explanations[step] for each in bad_first if step in each.explanations]
         guilty = [each for each in said if each.kind not in _ELSEWHERE]
         first = (guilty or said)[0]
         words = _words([each.rank for each in guilty if each.rank is not None])
         sentence = f"{words}: {first.sentence}" if words else first.sentence
         yield step, _Blamed(words, replace(first, sentence=sentence))
+
+
+def _is_finite_in(history: History, step: int) -> bool:
+    return step >= len(history) or math.isfinite(history.record(step).loss)
 
 
 def _ranks_of(losses: Mapping[int, float]) -> str:

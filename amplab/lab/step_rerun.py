@@ -22,7 +22,7 @@ from amplab.parallel.ranks import data_parallel, exchanges_in_forward, on_this_r
 from amplab.policies.nested_tensors import tensors_in
 from amplab.trace.handed_step import Loss, Scaler
 
-__all__ = ["CannotRunAgain", "StepBeginning", "StepRerun"]
+__all__ = ["CannotRunAgain", "NeedsOtherRanks", "StepBeginning", "StepRerun"]
 
 _HAS_CUDA = torch.backends.cuda.is_built()
 _BATCHES = 64  # kept of one step at most, since a loop may never step
@@ -58,6 +58,10 @@ class CannotRunAgain(RuntimeError):
     """A step cannot run again as the loop ran it; the message says why."""
 
 
+class NeedsOtherRanks(CannotRunAgain):
+    """The forward exchanges values with the other ranks: on one rank alone it would wait for them without end."""
+
+
 class StepRerun:
     """Keeps the state in which a step began, and runs the step again.
 
@@ -69,6 +73,7 @@ class StepRerun:
     Attributes:
         is_possible: whether a step can run again: there is a loss or a step, and batches are known.
         at_work: whether a step is running again now.
+        wrappers: DistributedDataParallel around the model, as far as the loop has shown it.
     """
 
     def __init__(self, model: nn.Module, loss: Loss | None, step: Loss | None, scaler: Scaler | None) -> None:
@@ -82,7 +87,7 @@ class StepRerun:
         self._loop_in_autocast: bool | None = None  # around the model's forward, as far as it is known
         casts_itself = isinstance(scaler, Session)  # a session casts when a step runs again too
         sees = self._runs_again and (not casts_itself or this_rank() is not None)
-        self._wrappers: list[DistributedDataParallel] = []  # around the model that the watch got
+        self.wrappers: list[DistributedDataParallel] = []  # around the model that the watch got
         self._hook = model.register_forward_pre_hook(self._see_loop) if sees else None
 
     def end(self) -> None:
@@ -124,15 +129,17 @@ class StepRerun:
         step takes microseconds.
 
         Raises:
-            CannotRunAgain: The loop calls the model in an autocast region, and this run did not. Or its forward waits
-                for other ranks, which may not run the step again.
+            CannotRunAgain: The loop calls the model in an autocast region, and this run did not.
+            NeedsOtherRanks: Its forward waits for other ranks, which may not run the step again.
 
         Sync: as many as several steps, for each batch up to the first that is not finite.
         """
         if exchanging := exchanges_in_forward(self._model):
-            raise CannotRunAgain(f"{exchanging} exchanges values with the other ranks in its forward.")
+            raise NeedsOtherRanks(
+                f"{exchanging} exchanges values with the other ranks in its forward. On one rank alone it would wait."
+            )
         for begun in tuple(self._begun):
-            alone = on_this_rank_alone(self._model, self._wrappers)
+            alone = on_this_rank_alone(self._model, self.wrappers)
             with self._as_it_began(begun.random), alone, self._inside_autocast_as_the_loop():
                 found = self._first_nonfinite(begun.batch, loss_scale)
             if found is not None:
@@ -143,7 +150,7 @@ class StepRerun:
         """Note once whether the loop calls the model in an autocast region, and by which wrapper."""
         if not self.at_work and model.training and torch.is_grad_enabled():
             self._loop_in_autocast = not isinstance(self._scaler, Session) and _in_autocast(model)
-            self._wrappers = data_parallel(model)
+            self.wrappers = data_parallel(model)
             self.end()
 
     @contextmanager

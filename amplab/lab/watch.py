@@ -23,6 +23,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from os import PathLike
+from textwrap import shorten
 from types import ModuleType
 from typing import Any, TypeVar
 
@@ -37,22 +38,25 @@ from amplab.diagnose import Findings, Observation, finding_of, run_findings
 from amplab.diagnose.catalogue import finding
 from amplab.diagnose.rules.parameters import adam_on_half, nonfinite_buffers
 from amplab.display.html import page
-from amplab.display.numbers import count
+from amplab.display.numbers import count, short_text
 from amplab.formats import ExponentHistogram
 from amplab.lab.events import GradientRecord, GradientSample, MixedScales, StepRecord, StepRow
 from amplab.lab.findings import LOOK_BACK, observed_run, with_explained
 from amplab.lab.gradient_measure import GradientMeasure
 from amplab.lab.history import History, recorded
 from amplab.lab.idle_optimizers import IdleOptimizers
+from amplab.lab.rank_watch import RankWatch
 from amplab.lab.run_log import check_writable
 from amplab.lab.run_store import RunStore
 from amplab.lab.scale_probe import ScaledStep, probe_of
 from amplab.lab.skip_explanation import SkipExplanation, explained
 from amplab.lab.step_check import StepCheck
 from amplab.lab.step_look import StepLook
-from amplab.lab.step_rerun import CannotRunAgain, StepRerun
+from amplab.lab.step_rerun import CannotRunAgain, NeedsOtherRanks, StepRerun
 from amplab.lab.tensorboard_scalars import TensorBoardScalars
-from amplab.lab.watched_run import WatchedRun
+from amplab.lab.watched_run import NO_LEVEL, WatchedRun
+from amplab.policies.nested_tensors import samples_in
+from amplab.scalers.unscaler import local_shard
 from amplab.trace import Trace
 from amplab.trace.argument_checks import check_values
 from amplab.trace.handed_step import (
@@ -107,6 +111,9 @@ class Watch:
         self._check: StepCheck | None = None
         self._look = StepLook(model, optimizers, self._probe, self._store.find, self._fail)
         self._failures: list[str] = []
+        self._ranks = RankWatch(model, optimizers, self._store, wrappers=lambda: self._rerun.wrappers, fail=self._fail)
+        self._batch_size: int | None = None
+        self._needs_other_ranks = False  # no step can run again on this rank alone
         self._subscribers: list[Callable[[StepRecord], object]] = []
         self._ends: list[Callable[[], None]] = []
         self._hooks = _Hooks(
@@ -134,14 +141,16 @@ class Watch:
         self._ends += [self._hooks.end, self._idle.follow(), self._probe.follow(self._optimizers[0], self._take)]
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _trace: object) -> None:
         """Remove the hooks and close the log."""
         self._look.batch_ends()
         for end in reversed(self._ends):  # the probe first: it may report a last step
             end()
         self._look.end()
         self._ends = []
-        self._store.close()
+        raised = "" if kind is None else shorten(f"{kind.__name__}: {error}", 120, placeholder="…")
+        self._ranks.end(raised)
+        self._store.close(raised)
         self._rerun.end()
         if self._check is not None:
             self._check.end()
@@ -160,6 +169,8 @@ class Watch:
             for batch in loader:
                 self._probe.at_forward()  # the step before is over
                 self._rerun.remember(batch)
+                if self._steps == 0:
+                    self._batch_size = samples_in(batch)
                 self._look.batch_begins(batch)
                 yield batch
                 self._look.batch_ends()
@@ -224,8 +235,9 @@ class Watch:
         found = (*run_findings(self.observation), *self._idle.findings(self._model, self._probe.kind, self._steps))
         of_weights = (*nonfinite_buffers(self._model), *adam_on_half(self._model, self._optimizers))
         skips = [record.step for record in self.history.skips()]
-        ranked = with_explained((*found, *of_weights), self._store.found, skips)
-        return replace(ranked, looked_at=tuple(self._looked_at()))
+        of_ranks, explained, compared = self._ranks.findings(self.observation)
+        ranked = with_explained((*found, *of_ranks, *of_weights), explained, skips)
+        return replace(ranked, looked_at=(*self._looked_at(), *compared))
 
     def _looked_at(self) -> Iterator[str]:
         """What was examined, and what to pass for the rest."""
@@ -318,6 +330,8 @@ class Watch:
         if outcome.skipped or self._skips_in_a_row or self._check is not None:
             self._explain_skip(recorded(row))
         self._rerun.forget()
+        level = self.config.opt_level
+        self._ranks.after_step(row[0], batch_size=self._batch_size, level=None if level == NO_LEVEL else level)
         if self._subscribers or self._scalars is not None:
             self._publish(recorded(row))
 
@@ -366,7 +380,8 @@ class Watch:
         self._skips_in_a_row = self._skips_in_a_row + 1 if record.skipped else 0
         if record.skipped:
             self._run_again(record.step, record.loss_scale, record.loss, self._skips_in_a_row)
-        if self._skips_in_a_row == _SKIPS_BEFORE_CHECK and not self._rerun.is_possible:
+        cannot = not self._rerun.is_possible or self._needs_other_ranks
+        if self._skips_in_a_row == _SKIPS_BEFORE_CHECK and cannot:
             self._check = StepCheck(self._model)
 
     def _run_again(self, step: int, loss_scale: float, loss: float | Tensor | None, in_a_row: int) -> None:
@@ -381,8 +396,14 @@ class Watch:
             found = self._rerun.first_nonfinite(loss_scale)
         except Exception as error:  # noqa: BLE001  a failed explanation must not end the loop
             failure = str(error) if isinstance(error, CannotRunAgain) else f"{type(error).__name__}: {error}"
-            self._store.find(step, finding("step-not-explained", evidence={"step": step}, failure=failure))
-            self._store.explain(SkipExplanation(step, "once", f"could not run again: {failure}"))
+            case = "ranks" if isinstance(error, NeedsOtherRanks) else ""
+            self._store.find(step, finding("step-not-explained", case, evidence={"step": step}, failure=failure))
+            why = f"could not run again: {failure}"
+            if case and value is not None:
+                said = "finite" if math.isfinite(value) else short_text(value)
+                why += f" The loss of rank {self._store.rank} was {said}."
+            self._store.explain(SkipExplanation(step, "once", why, rank=self._store.rank))
+            self._needs_other_ranks = bool(case)
             self._fail(f"step {step} could not run again: {failure}")
         else:
             first = self.history.record(0).loss if len(self.history) else None
@@ -455,7 +476,7 @@ def _names_by_place(model: nn.Module, optimizers: Sequence[Optimizer]) -> dict[s
 
 def _is_finite(parameter: Tensor) -> bool:
     """Whether its gradient is finite. Sync: one."""
-    grad = parameter.grad
+    grad = None if parameter.grad is None else local_shard(parameter.grad)
     values = grad.coalesce().values() if grad is not None and grad.is_sparse else grad
     return values is None or bool(torch.isfinite(values).all())
 
