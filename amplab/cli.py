@@ -12,6 +12,7 @@ import importlib
 import inspect
 import os
 import sys
+import uuid
 from collections.abc import Callable, Mapping, Sequence
 from difflib import get_close_matches
 from pathlib import Path
@@ -22,6 +23,7 @@ from amplab import __version__
 from amplab.display.numbers import parse_number
 from amplab.launch import (
     LaunchError,
+    LaunchStopped,
     WorkingCopies,
     choose_lesson,
     copy_lessons,
@@ -102,7 +104,7 @@ def lessons_line(copies: WorkingCopies) -> str:
 def train_in_terminal(options: argparse.Namespace) -> int:
     """Train without a browser."""
     from amplab.lab import FIELDS, ExperimentConfig
-    from amplab.lab.console import train
+    from amplab.lab.console import check_trainable, train
     from amplab.lab.rank_training import is_one_of_several, train_on_ranks
 
     words = {name: word for name in FIELDS if (word := getattr(options, name)) is not None}
@@ -110,7 +112,8 @@ def train_in_terminal(options: argparse.Namespace) -> int:
         config = ExperimentConfig(**{name: FIELDS[name].read(word) for name, word in words.items()})
         _check_launch(options.nproc, options.max_restarts, is_rank=is_one_of_several())
         if options.nproc is not None:
-            launch_ranks(options.nproc, _train_words(options, words), restarts=options.max_restarts or 0)
+            check_trainable(config, options.log)
+            return _train_on(options.nproc, _train_words(options, words), options)
         run = train_on_ranks if is_one_of_several() else train
         return run(config, steps=options.steps, log_path=options.log).exit_status
     except (ValueError, ImportError, RuntimeError) as error:  # the last if kernels are required and cannot be built
@@ -123,6 +126,25 @@ def _check_launch(nproc: int | None, max_restarts: int | None, *, is_rank: bool)
         raise ValueError("--max-restarts: expected --nproc too; under torchrun it is an option of torchrun.")
     if nproc is not None and is_rank:
         raise ValueError(f"--nproc {nproc}: torchrun has started several processes already; leave --nproc out.")
+
+
+def _train_on(count: int, words: Sequence[str], options: argparse.Namespace) -> int:
+    """Train on several ranks; if one fails, print how each of them ended and where its log is."""
+    from amplab.lab.rank_training import logs_of_launch
+
+    launch = uuid.uuid4().hex
+    try:
+        ends = launch_ranks(count, words, name=launch, restarts=options.max_restarts or 0)
+    except LaunchStopped as stopped:
+        return 128 + stopped.signal_number
+    if not ends:
+        return 0
+    logs = logs_of_launch(options.log, launch)
+    for end in ends:
+        log = f"its run log is {logs[end.rank]}" if end.rank in logs else "it has no run log yet"
+        print(f"amplab train: {end}; {log}", file=sys.stderr)
+    codes = {end.exitcode for end in ends if end.is_cause}
+    return codes.pop() if codes in ({BAD_INPUT}, {INTERRUPTED}) else 1
 
 
 def _train_words(options: argparse.Namespace, fields: Mapping[str, str]) -> list[str]:

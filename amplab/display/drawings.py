@@ -7,8 +7,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from html import escape
 from typing import TYPE_CHECKING
 
+from amplab.display.axes import curve_style, legend
 from amplab.display.html import Markup
-from amplab.display.palette import CURVES, PALETTE
 
 if TYPE_CHECKING:
     from amplab.formats import ExponentHistogram, FloatFormat
@@ -17,7 +17,6 @@ __all__ = ["exponent_drawing", "loss_drawing", "range_edges", "scale_drawing"]
 
 _WIDTH, _HEIGHT, _LEFT, _BOTTOM, _TOP = 760, 220, 44, 24, 8
 _MOST_CORNERS = 400
-_DASHES = ("", "7 3", "2 3", "9 3 2 3", "4 2", "1 2", "12 4", "6 2 1 2")
 
 
 def scale_drawing(curves: Mapping[str, Sequence[float]]) -> Markup:
@@ -35,24 +34,15 @@ def scale_drawing(curves: Mapping[str, Sequence[float]]) -> Markup:
     for name, curve in curves.items():
         alike.setdefault(tuple(curve), []).append(name)
     lines = [
-        f'<polyline points="{" ".join(_corners(curve, low, high, steps))}" {_stroke(number)}/>'
+        f'<polyline points="{" ".join(_corners(curve, low, high, steps))}" {curve_style(number)}/>'
         for number, curve in enumerate(alike)
     ]
-    legend = "".join(_legend(number, ", ".join(names)) for number, names in enumerate(alike.values()))
     label = f'role="img" aria-label="loss scale over {steps} steps of {escape(", ".join(curves))}"'
     size = f'viewBox="0 0 {_WIDTH} {_HEIGHT}" width="{_WIDTH}" style="max-width:100%"'
     drawing = (
         f'<svg {size} {label} font-size="11" fill="currentColor">{"".join((*_axis(low, high, steps), *lines))}</svg>'
     )
-    return Markup(f'{drawing}<div class="key">{legend}</div>')
-
-
-def _stroke(number: int) -> str:
-    """The style of a curve; the first one, the recorded curve, is wider."""
-    place = number % len(CURVES)
-    light, _ = PALETTE[CURVES[place]]
-    color = f'stroke="{light}" style="stroke:var(--amp-{CURVES[place]}, {light})"'
-    return f'fill="none" {color} stroke-width="{2.5 if number == 0 else 2}" stroke-dasharray="{_DASHES[place]}"'
+    return Markup(drawing + legend([", ".join(names) for names in alike.values()]))
 
 
 def _corners(curve: Sequence[float], low: int, high: int, steps: int) -> Iterator[str]:
@@ -76,13 +66,6 @@ def _axis(low: int, high: int, steps: int) -> Iterator[str]:
         yield f'<text x="{_LEFT - 6}" y="{height + 4}" text-anchor="end">2^{exponent}</text>'
     for step, anchor in ((0, "start"), (steps // 2, "middle"), (steps, "end")):
         yield f'<text x="{_across(step, steps)}" y="{_HEIGHT - 6}" text-anchor="{anchor}">step {step:,}</text>'
-
-
-def _legend(number: int, names: str) -> str:
-    line = f'<line x1="0" x2="26" y1="5" y2="5" {_stroke(number)}/>'
-    return (
-        f'<span><svg viewBox="0 0 26 10" width="26" height="10" aria-hidden="true">{line}</svg>{escape(names)}</span>'
-    )
 
 
 def _across(step: int, steps: int) -> float:

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from html import escape
 
+from amplab.display.axes import Area
 from amplab.display.html import Markup
-from amplab.display.numbers import binary_power
 
 __all__ = ["run_chart"]
 
-_WIDTH, _HEIGHT, _LEFT, _RIGHT, _TOP, _BOTTOM = 760, 196, 52, 8, 26, 24
 _APART = 46  # units between two labels of changes
 
 
@@ -39,33 +38,22 @@ def run_chart(
     if not finite:
         return Markup(f"<p>{escape(title)}: no finite value.</p>")
     low, high = _ends(finite, binary=binary)
-    first, last = steps[0], max(steps[-1], steps[0] + 1)
-
-    def x(step: float) -> float:
-        return round(_LEFT + (_WIDTH - _LEFT - _RIGHT) * (step - first) / (last - first), 1)
-
-    def y(height: float) -> float:
-        return round(_TOP + (_HEIGHT - _TOP - _BOTTOM) * (high - height) / (high - low), 1)
-
+    area = Area(first=steps[0], last=max(steps[-1], steps[0] + 1), low=low, high=high)
     pairs = list(zip(steps, heights, strict=True))
     parts = [
-        *_grid(low, high, y, binary=binary),
+        *area.grid(binary=binary),
         *(
-            f'<text x="{x(step)}" y="{_HEIGHT - 7}" text-anchor="{at}">{step:,.0f}</text>'
-            for step, at in _marks(first, last)
+            f'<text x="{area.x(step)}" y="{area.height - 7}" text-anchor="{at}">{step:,.0f}</text>'
+            for step, at in _marks(area.first, area.last)
         ),
-        *_changes(changes, x, first, last),
-        f'<polyline points="{" ".join(_points(pairs, x, y, holds=binary))}" fill="none" stroke="#0b6bb8" '
+        *_changes(changes, area),
+        f'<polyline points="{" ".join(_points(pairs, area, holds=binary))}" fill="none" stroke="#0b6bb8" '
         'style="stroke:var(--amp-accent, #0b6bb8)" stroke-width="1.8"/>',
-        *(_triangle(x(step), "not finite") for step, height in pairs if not math.isfinite(height)),
-        *(_triangle(x(step), "skipped") for step in skips if first <= step <= last),
+        *(area.triangle(step, "not finite") for step, height in pairs if not math.isfinite(height)),
+        *(area.triangle(step, "skipped") for step in skips if area.first <= step <= area.last),
     ]
-    said = f"{title} over steps {first:,.0f} to {last:,.0f}, from {values[0]:.4g} to {values[-1]:.4g}"
-    return Markup(
-        f'<svg viewBox="0 0 {_WIDTH} {_HEIGHT}" width="{_WIDTH}" style="max-width:100%" role="img" font-size="11" '
-        f'aria-label="{escape(said)}" fill="currentColor">'
-        f'<text x="2" y="12" font-weight="600">{escape(title)}</text>{"".join(parts)}</svg>'
-    )
+    said = f"{title} over steps {area.first:,.0f} to {area.last:,.0f}, from {values[0]:.4g} to {values[-1]:.4g}"
+    return area.svg([f'<text x="2" y="12" font-weight="600">{escape(title)}</text>', *parts], said)
 
 
 def _height_of(value: float, *, binary: bool) -> float:
@@ -81,62 +69,33 @@ def _ends(heights: Sequence[float], *, binary: bool) -> tuple[float, float]:
     return min(0.0, low), high * 1.04 if high > 0 else low + 1.0
 
 
-def _grid(low: float, high: float, y: Callable[[float], float], *, binary: bool) -> Iterator[str]:
-    """Lines and numbers of the vertical axis."""
-    every = 2 ** max(0, math.ceil(math.log2((high - low) / 7))) if binary else _round_part((high - low) / 4)
-    tick = math.ceil(low / every) * every
-    while tick <= high:
-        at = y(tick)
-        yield f'<line x1="{_LEFT}" x2="{_WIDTH - _RIGHT}" y1="{at}" y2="{at}" stroke="currentColor" opacity="0.15"/>'
-        label = binary_power(round(tick)) if binary else f"{tick:.3g}"
-        yield f'<text x="{_LEFT - 6}" y="{at + 4}" text-anchor="end">{label}</text>'
-        tick += every
-
-
-def _round_part(value: float) -> float:
-    """Return the largest of 1, 2, 5 times a power of ten that is at most `value`."""
-    unit = 10.0 ** math.floor(math.log10(value))
-    return next(unit * each for each in (5, 2, 1) if unit * each <= value)
-
-
 def _marks(first: float, last: float) -> tuple[tuple[float, str], ...]:
     return (first, "start"), ((first + last) // 2, "middle"), (last, "end")
 
 
-def _changes(
-    changes: Iterable[tuple[int, str]], x: Callable[[float], float], first: float, last: float
-) -> Iterator[str]:
+def _changes(changes: Iterable[tuple[int, str]], area: Area) -> Iterator[str]:
     """A line at each change, and its label where there is room."""
     labeled = -math.inf
     for step, label in changes:
-        at = x(min(max(step, first), last))
-        if step > first:
+        at = area.x(min(max(step, area.first), area.last))
+        if step > area.first:
             yield (
-                f'<line x1="{at}" x2="{at}" y1="{_TOP - 4}" y2="{_HEIGHT - _BOTTOM}" stroke="currentColor" '
+                f'<line x1="{at}" x2="{at}" y1="{area.top - 4}" y2="{area.height - area.bottom}" stroke="currentColor" '
                 f'opacity="0.5" stroke-dasharray="2 3"><title>{escape(label)}</title></line>'
             )
-        if at - labeled >= _APART and at < _WIDTH - _APART:
+        if at - labeled >= _APART and at < area.width - _APART:
             labeled = at
-            yield f'<text x="{at + 3}" y="{_TOP + 2}" font-size="10">{escape(label)}</text>'
+            yield f'<text x="{at + 3}" y="{area.top + 2}" font-size="10">{escape(label)}</text>'
 
 
-def _points(
-    pairs: Sequence[tuple[float, float]], x: Callable[[float], float], y: Callable[[float], float], *, holds: bool
-) -> Iterator[str]:
+def _points(pairs: Sequence[tuple[float, float]], area: Area, *, holds: bool) -> Iterator[str]:
     before = None
     for step, height in pairs:
         if not math.isfinite(height):
             continue
-        at = y(height)
+        at = area.y(height)
         if holds and before is not None and before != at:
-            yield f"{x(step)},{before}"
+            yield f"{area.x(step)},{before}"
         if not holds or before != at or step == pairs[-1][0]:
-            yield f"{x(step)},{at}"
+            yield f"{area.x(step)},{at}"
         before = at
-
-
-def _triangle(at: float, said: str) -> str:
-    return (
-        f'<path d="M{at - 4} {_TOP - 6}h8l-4 7z" fill="#c04f00" style="fill:var(--amp-warning, #c04f00)">'
-        f"<title>{said}</title></path>"
-    )

@@ -19,12 +19,13 @@ from amplab.display.numbers import number, size
 from amplab.lab.checkpoints import Checkpoint
 from amplab.lab.config import ExperimentConfig
 from amplab.lab.events import StepRecord
+from amplab.lab.experiment import Experiment
 from amplab.lab.rank_exchange import RankExchange
 from amplab.lab.run_log import check_writable, runs_directory
 from amplab.lab.tasks import score_named
 from amplab.lab.trainer import Trainer
 
-__all__ = ["TrainSummary", "train"]
+__all__ = ["TrainSummary", "check_trainable", "train"]
 
 _REDRAW_SECONDS = 0.1
 _LINE_SECONDS = 2.0
@@ -116,8 +117,7 @@ def train(
         ValueError: `steps` is not a whole number > 0, the batch is larger than the training set, or no log can be
             written to `log_path`.
     """
-    if log_path is not None:
-        check_writable(log_path, "--log ", f"Leave --log out to write to {runs_directory()}.")
+    _check_log(log_path)
     trainer = Trainer(config, log=runs_directory() if log_path is None else log_path, exchange=exchange)
     if checkpoint is not None:
         trainer.continue_saved(checkpoint)
@@ -144,6 +144,22 @@ def train(
     trainer.wait()
     progress.line(f"\n{summary}")
     return summary
+
+
+def check_trainable(config: ExperimentConfig, log_path: str | PathLike[str] | None = None) -> None:
+    """Raise what `train` would raise before its first step, before several processes are started that would.
+
+    Raises:
+        ImportError, ValueError: As `train`.
+        RuntimeError: Kernels are required and cannot be built.
+    """
+    _check_log(log_path)
+    Experiment(config)
+
+
+def _check_log(log_path: str | PathLike[str] | None) -> None:
+    if log_path is not None:
+        check_writable(log_path, "--log ", f"Leave --log out to write to {runs_directory()}.")
 
 
 def _pause(trainer: Trainer, exchange: RankExchange | None) -> None:

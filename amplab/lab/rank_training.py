@@ -13,7 +13,7 @@ import os
 import signal
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from os import PathLike
 from pathlib import Path
@@ -26,10 +26,11 @@ from amplab.lab.checkpoints import Checkpoint, checkpoint_of_launch
 from amplab.lab.config import ExperimentConfig
 from amplab.lab.console import TrainSummary, train
 from amplab.lab.rank_exchange import RankExchange
-from amplab.lab.run_log import load_run, runs_directory
+from amplab.lab.rank_logs import rank_logs
+from amplab.lab.run_log import launch_of, load_run, runs_directory
 from amplab.parallel.ranks import Rank, this_rank
 
-__all__ = ["is_one_of_several", "train_on_ranks"]
+__all__ = ["is_one_of_several", "logs_of_launch", "train_on_ranks"]
 
 TIMEOUT = timedelta(seconds=120)
 """How long a rank waits for the others in an exchange; one that has died is noticed at once."""
@@ -40,6 +41,28 @@ _RESTARTS = "TORCHELASTIC_RESTART_COUNT"
 def is_one_of_several() -> bool:
     """Return whether torchrun, or another launcher that sets its variables, started this process among several."""
     return os.environ.get("WORLD_SIZE", "1") != "1" and "RANK" in os.environ
+
+
+def logs_of_launch(log_path: str | PathLike[str] | None, launch: str) -> dict[int, Path]:
+    """Return the run logs of the ranks of one launch, by rank; empty if there is none.
+
+    Args:
+        log_path: As in `train_on_ranks`.
+        launch: The name of the launch.
+    """
+    folders = {log.parent for log in _runs_in(log_path).glob("*/rank-*.jsonl")}
+    for folder in sorted(folders, key=lambda each: each.stat().st_mtime, reverse=True):
+        logs = rank_logs(folder)
+        with suppress(OSError, ValueError):  # the log of another program, or one that has no first line yet
+            if launch_of(next(iter(logs.values())))[0] == launch:
+                return logs
+    return {}
+
+
+def _runs_in(log_path: str | PathLike[str] | None) -> Path:
+    """Return the folder of the folders of runs."""
+    folder = runs_directory() if log_path is None else Path(log_path)
+    return folder.parent if folder.suffix == ".jsonl" else folder
 
 
 def train_on_ranks(
@@ -91,8 +114,7 @@ def _checkpoint(place: Rank, log_path: str | PathLike[str] | None) -> Checkpoint
     """Return where to continue if torchrun has started the ranks again; None if this is the first start."""
     if os.environ.get(_RESTARTS, "0") == "0":
         return None
-    folder = runs_directory() if log_path is None else Path(log_path)
-    return checkpoint_of_launch(folder.parent if folder.suffix == ".jsonl" else folder, place)
+    return checkpoint_of_launch(_runs_in(log_path), place)
 
 
 @contextmanager

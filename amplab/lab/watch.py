@@ -237,6 +237,11 @@ class Watch:
             yield "not looked at: why steps skip; pass loss= or step=, and use w.batches(loader)"
 
     @property
+    def can_explain(self) -> bool:
+        """Whether a skipped step can run again, for its reason: ``loss=`` or ``step=`` is there, and ``w.batches``."""
+        return self._rerun.is_possible
+
+    @property
     def traced(self) -> tuple[int, Trace] | None:
         """The last step whose ops were seen, and these: the first step, and one in a thousand, in ``w.batches``."""
         return self._look.traced

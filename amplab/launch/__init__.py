@@ -17,7 +17,7 @@ from amplab.launch.lessons import (
     find_lessons,
     lessons_directory,
 )
-from amplab.launch.ranks import launch_ranks
+from amplab.launch.ranks import LaunchStopped, RankEnd, launch_ranks
 from amplab.launch.server import Launch, launch, plan_launch
 
 __all__ = [
@@ -31,4 +31,6 @@ __all__ = [
     "plan_launch",
     "launch",
     "launch_ranks",
+    "LaunchStopped",
+    "RankEnd",
 ]

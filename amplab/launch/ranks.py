@@ -1,31 +1,102 @@
-"""Several processes that train together, started by torchrun on this machine."""
+"""Several processes that train together, started by torchrun's launcher on this machine."""
 
 from __future__ import annotations
 
+import logging
 import os
+import signal
 import sys
 from collections.abc import Sequence
-from typing import NoReturn
+from contextlib import suppress
+from dataclasses import dataclass
 
-__all__ = ["launch_ranks"]
+__all__ = ["LaunchStopped", "RankEnd", "launch_ranks"]
+
+_SENDERS = {
+    "SIGKILL": " (if you did not send it: the system sends it when memory runs out)",
+    "SIGTERM": " (the launcher sends it when another rank has failed)",
+}
 
 
-def launch_ranks(count: int, words: Sequence[str], *, restarts: int = 0) -> NoReturn:
-    """Replace this process by torchrun, which runs a command as `count` processes.
+@dataclass(frozen=True)
+class RankEnd:
+    """How a rank ended that did not do all of its work.
 
-    Signals and the exit status are then torchrun's own. It chooses a free port. Each process computes with one thread
-    unless OMP_NUM_THREADS says otherwise.
+    Attributes:
+        rank: Its number.
+        exitcode: Of its process; negative: the signal that ended it.
+
+    >>> print(RankEnd(1, -9))
+    rank 1 was ended by SIGKILL (if you did not send it: the system sends it when memory runs out)
+    >>> print(RankEnd(0, 1))
+    rank 0 ended with exit code 1
+    """
+
+    rank: int
+    exitcode: int
+
+    def __str__(self) -> str:
+        if self.exitcode >= 0:
+            return f"rank {self.rank} ended with exit code {self.exitcode}"
+        name = str(-self.exitcode)
+        with suppress(ValueError):  # a number without a name
+            name = signal.Signals(-self.exitcode).name
+        return f"rank {self.rank} was ended by {name}{_SENDERS.get(name, '')}"
+
+    @property
+    def is_cause(self) -> bool:
+        """Whether it ended on its own: the launcher ends the others by SIGTERM."""
+        return self.exitcode != -signal.SIGTERM
+
+
+class LaunchStopped(Exception):
+    """A signal stopped the launcher, which has ended all ranks.
+
+    Attributes:
+        signal_number: Of the signal.
+    """
+
+    def __init__(self, signal_number: int) -> None:
+        super().__init__(f"stopped by signal {signal_number}")
+        self.signal_number = signal_number
+
+
+def launch_ranks(count: int, words: Sequence[str], *, name: str, restarts: int = 0) -> list[RankEnd]:
+    """Run a command as `count` processes, and wait until all have ended. It chooses a free port.
+
+    Each process computes with one thread unless OMP_NUM_THREADS says otherwise.
 
     Args:
         count: Number of processes.
         words: What runs, and its arguments; the first one is a module.
+        name: Of the launch; each process has it as TORCHELASTIC_RUN_ID.
         restarts: How often all processes are started again if one dies.
+
+    Returns:
+        How the ranks ended that failed, those first that ended by a signal; empty if all did their work.
+
+    Raises:
+        LaunchStopped: A signal stopped this process.
 
     Reference: ``torch.distributed.run``.
     """
+    from torch.distributed.elastic.multiprocessing import SignalException
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.run import parse_args, run
+
     # torchrun would read a --log of the command as its own --log-dir, unless -- comes before it
-    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(count)]
-    torchrun += ["--max-restarts", str(restarts), "-m", "--"]
-    environment = {"OMP_NUM_THREADS": "1", **os.environ}
+    torchrun = ["--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0", "--rdzv-id", name]
+    torchrun += ["--nproc-per-node", str(count), "--max-restarts", str(restarts), "-m", "--"]
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
     sys.stdout.flush()
-    os.execve(sys.executable, [sys.executable, *torchrun, *words], environment)
+    logging.disable(logging.WARNING if restarts else logging.ERROR)  # its errors tell why it starts the ranks again
+    try:
+        run(parse_args([*torchrun, *words]))
+    except ChildFailedError as error:
+        ends = [RankEnd(rank, failure.exitcode) for rank, failure in error.failures.items()]
+        return sorted(ends, key=lambda end: (not end.is_cause, end.exitcode >= 0, end.rank))
+    except SignalException as stopped:
+        raise LaunchStopped(stopped.sigval) from None
+    finally:
+        logging.disable(logging.NOTSET)
+    return []

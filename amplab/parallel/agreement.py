@@ -1,6 +1,6 @@
 """Compare what the ranks are about to combine, so that a difference is a message and not a hang or a wrong sum."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import torch.distributed as dist
@@ -26,7 +26,11 @@ def first_rank(group: dist.ProcessGroup | None) -> int:
 
 
 def refuse_disagreement(
-    what: str, tensors: Sequence[tuple[str, Tensor]], group: dist.ProcessGroup | None = None
+    what: str,
+    tensors: Sequence[tuple[str, Tensor]],
+    group: dist.ProcessGroup | None = None,
+    *,
+    settings: Mapping[str, str] | None = None,
 ) -> None:
     """Raise on every rank if the tensors of one differ from those of the first rank in name, shape, dtype or order.
 
@@ -34,21 +38,57 @@ def refuse_disagreement(
         what: what they are, for the message.
         tensors: with their names.
         group: the ranks; None for all.
+        settings: what else all ranks must have in common: values as text, by name. They travel in the same message.
 
     Raises:
-        RuntimeError: they differ; the message has the first difference of the lowest rank that differs.
+        RuntimeError: they differ; the message has the first difference of the lowest rank that differs. Or settings
+            differ; the message has the values of all ranks.
 
     Sync: waits for every rank.
     """
     own = [_Entry(name, tuple(tensor.shape), str(tensor.dtype)) for name, tensor in tensors]
-    everyone: list[list[_Entry]] = [[] for _ in range(dist.get_world_size(group))]
-    dist.all_gather_object(everyone, own, group=group)
-    for rank, theirs in enumerate(everyone):
-        if theirs != everyone[0]:
+    everyone: list[tuple[list[_Entry], dict[str, str]]] = [([], {}) for _ in range(dist.get_world_size(group))]
+    dist.all_gather_object(everyone, (own, dict(settings or {})), group=group)
+    first = everyone[0][0]
+    for rank, (theirs, _) in enumerate(everyone):
+        if theirs != first:
             raise RuntimeError(
-                f"The {what} differ between ranks. {_difference(everyone[0], theirs, rank)} Build the same model and "
+                f"The {what} differ between ranks. {_difference(first, theirs, rank)} Build the same model and "
                 "the same optimizers on every rank, in the same order, with the same parameters frozen."
             )
+    _refuse_settings([theirs for _, theirs in everyone])
+
+
+def _refuse_settings(everyone: Sequence[Mapping[str, str]]) -> None:
+    """Raise if a setting differs between ranks."""
+    names = dict.fromkeys(name for settings in everyone for name in settings)
+    differ = [name for name in names if len({settings.get(name) for settings in everyone}) > 1]
+    if not differ:
+        return
+    told = "; ".join(f"{name} is {_by_rank([each.get(name, 'absent') for each in everyone])}" for name in differ[:3])
+    more = f"; and {len(differ) - 3} more" if len(differ) > 3 else ""
+    raise RuntimeError(
+        f"The settings of amp.initialize and its optimizers differ between ranks: {told}{more}. Weights would differ "
+        "after the first step; pass the same values on every rank."
+    )
+
+
+def _by_rank(values: Sequence[str]) -> str:
+    """Say which ranks have which value.
+
+    >>> _by_rank(["0.1", "0.2", "0.1"])
+    '0.1 on ranks 0, 2 and 0.2 on rank 1'
+    """
+    ranks: dict[str, list[str]] = {}
+    for rank, value in enumerate(values):
+        ranks.setdefault(value, []).append(str(rank))
+    return " and ".join(f"{value} on {_few(each)}" for value, each in ranks.items())
+
+
+def _few(ranks: Sequence[str]) -> str:
+    """Name the first ranks of many."""
+    more = f" and {len(ranks) - 4} more" if len(ranks) > 4 else ""
+    return f"{'rank' if len(ranks) == 1 else 'ranks'} {', '.join(ranks[:4])}{more}"
 
 
 def _difference(first: list[_Entry], theirs: list[_Entry], rank: int) -> str:

@@ -6,7 +6,7 @@ CombinedDDP(models)       the same model on every rank; parameters and buffers <
 """
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -26,10 +26,13 @@ class CombinedDDP:
     Args:
         models: the same on all ranks except for values of parameters and buffers, which become those of the first rank.
         replica_count: the number of buckets to cut each flat buffer into; see `bucket_ends`.
+        settings: what else must be equal on all ranks: values as text, by name.
         group: the ranks; None for all.
 
+    What changes after the start is not compared, such as a learning rate or a loss scale that one rank alone loads.
+
     Raises:
-        RuntimeError: no process group, or models that differ between ranks.
+        RuntimeError: no process group, or models or settings that differ between ranks.
 
     Sync: waits for every rank.
 
@@ -37,7 +40,12 @@ class CombinedDDP:
     """
 
     def __init__(
-        self, models: Sequence[nn.Module], *, replica_count: int = 4, group: dist.ProcessGroup | None = None
+        self,
+        models: Sequence[nn.Module],
+        *,
+        replica_count: int = 4,
+        settings: Mapping[str, str] | None = None,
+        group: dist.ProcessGroup | None = None,
     ) -> None:
         if not (dist.is_available() and dist.is_initialized()):
             raise RuntimeError(
@@ -52,7 +60,8 @@ class CombinedDDP:
             for prefix, model in zip(prefixes, models, strict=True)
             for name, tensor in (*model.named_parameters(), *model.named_buffers())
         ]
-        refuse_disagreement("models", named, group)
+        common = {**(settings or {}), "ddp_replica_count": str(replica_count)}
+        refuse_disagreement("models", named, group, settings=common)
         self._names = {id(tensor): name for name, tensor in named}
         self._broadcast([tensor for _, tensor in named])
 

@@ -1,7 +1,8 @@
 """Widgets for JupyterLab that show and control the objects that a script uses; they do not train.
 
 `Dashboard` is the lab on one screen, `RunView` shows a run that the lab does not control, `BitExplorer` the bits of a
-number. The views need the `lab` extra; `import amplab` does not import them. The browser's side is in `web`.
+number, `Explorable` a drawing with sliders. The views need the `lab` extra; `import amplab` does not import them. The
+browser's side is in `web`.
 
 The files of the dashboard, by part::
 
@@ -17,6 +18,8 @@ The traits are the only state, and only the kernel writes them, except for `tab`
 
 from amplab.views.bit_explorer import BitExplorer
 from amplab.views.dashboard import Dashboard
+from amplab.views.explorable import Explorable
+from amplab.views.explorable_controls import Choice, Slider
 from amplab.views.run_view import RunView
 
-__all__ = ["BitExplorer", "Dashboard", "RunView"]
+__all__ = ["BitExplorer", "Choice", "Dashboard", "Explorable", "RunView", "Slider"]

@@ -39,7 +39,7 @@ from amplab.views.tabs.gradients_payload import stored_payload
 from amplab.views.tabs.scale import ScaleTab
 from amplab.views.tabs.scale_payload import FollowedScale, ScaleSetting
 from amplab.views.tabs.skipped import SkippedTab
-from amplab.views.tabs.skipped_payload import skipped_payload
+from amplab.views.tabs.skipped_payload import GONE, UNRECORDED, UNWATCHED, skipped_payload
 from amplab.views.tabs.tab import Tab
 from amplab.views.take_away import file_of
 from amplab.views.ticker import Pace, Ticker
@@ -199,10 +199,16 @@ class RunView(ipywidgets.VBox):  # type: ignore[misc]  # ipywidgets has no types
     def _draw_tabs(self) -> None:
         history = self.run.history
         self.panels.show(FindingsTab.name, findings_payload(self.run.findings(), {}, steps=len(history)))
-        self.panels.show(SkippedTab.name, skipped_payload(history))
+        self.panels.show(SkippedTab.name, skipped_payload(history, gone=self._gone()))
         self._draw_gradients()
         if isinstance(self.run, Watch):
             self._draw_ops(self.run)
+
+    def _gone(self) -> str:
+        """Why a step without explanation has none."""
+        if not isinstance(self.run, Watch):
+            return UNRECORDED
+        return GONE if self.run.can_explain else UNWATCHED
 
     def _draw_gradients(self) -> None:
         """Draw the gradients measured nearest to the selected step, or the last ones."""

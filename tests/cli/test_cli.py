@@ -196,6 +196,9 @@ def test_a_model_that_cannot_be_called_is_refused():
     [
         (["--max-restarts", "2"], {}, "expected --nproc too"),
         (["--nproc", "2"], {"WORLD_SIZE": "2", "RANK": "0"}, "leave --nproc out"),
+        (["--nproc", "2", "--opt-level", "O9"], {}, "opt_level=O9"),
+        (["--nproc", "2", "--batch-size", "60000"], {}, "batch_size=60000: expected at most"),
+        (["--nproc", "2", "--log", __file__], {}, "--log"),
     ],
 )
 def test_options_of_a_launch_that_do_not_fit_are_refused(capsys, monkeypatch, words, environment, said):

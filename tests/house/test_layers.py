@@ -25,6 +25,7 @@ ROOMS = (
     "diagnose",
     "lab",
     "views",
+    "lessons",
     "bench",
     "launch",
     "scripts",

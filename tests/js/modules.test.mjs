@@ -5,7 +5,7 @@ import { readdirSync } from "node:fs";
 import test from "node:test";
 
 const WEB = new URL("../../amplab/views/web/", import.meta.url);
-const WIDGETS = ["bit_explorer.js", "controls.js", "gallery.js", "live.js", "notices.js", "panels.js", "status.js", "take_away.js"];
+const WIDGETS = ["bit_explorer.js", "controls.js", "explorable.js", "gallery.js", "live.js", "notices.js", "panels.js", "status.js", "take_away.js"];
 
 for (const name of readdirSync(WEB).filter((each) => each.endsWith(".js"))) {
   test(`${name} can be imported`, async () => {

@@ -101,6 +101,39 @@ def test_the_table_has_a_line_for_each_rank(restarted):
     assert f"{STEPS} steps" in str(run)
 
 
+DIES = """
+# A sitecustomize of every rank: rank 1 dies once it has a log
+import glob, os, signal, threading, time
+
+def die():
+    while not glob.glob(os.environ["LOGS"] + "/*/rank-1.jsonl"):
+        time.sleep(0.001)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+if os.environ.get("RANK") == "1":
+    threading.Thread(target=die, daemon=True).start()
+"""
+
+
+def test_a_killed_rank_is_told_in_one_line_with_its_log(tmp_path):
+    (tmp_path / "sitecustomize.py").write_text(DIES)
+    command = [sys.executable, "-m", "amplab", "train", "--nproc", "2", "--steps", "100000", "--hidden=16"]
+    settings = {"LOGS": f"{tmp_path}", "PYTHONPATH": f"{tmp_path}", "AMPLAB_KERNELS": "reference"}
+    with subprocess.Popen(
+        [*command, "--log", str(tmp_path)], stdout=-1, stderr=-1, text=True, env=os.environ | settings
+    ) as process:
+        try:
+            _, said = process.communicate(timeout=LIMIT)
+        finally:
+            process.terminate()
+    assert process.returncode == 1, said
+    (log,) = tmp_path.glob("*/rank-1.jsonl")
+    lines = said.splitlines()
+    assert sum("SIGKILL" in line and "rank 1" in line and str(log) in line for line in lines) == 1, said
+    assert "Traceback" not in said
+    assert len(lines) < 8
+
+
 def interrupted_alone(rank: int, folder: Path) -> int:
     """Train until rank 1 gets the signal of Ctrl+C, and rank 0 none; return the exit status."""
     if rank == 1:

@@ -256,6 +256,28 @@ def models_that_differ(rank):
     return message_of(lambda: prepared(model, **COMBINED))
 
 
+def settings_that_differ(rank):
+    """Return the message for each setting that differs, and for settings that are equal in other words."""
+
+    def said(optimizer=torch.optim.SGD, own=None, **settings):
+        model = nn.Linear(4, 4)
+        chosen = {"opt_level": "O1", "verbosity": 0, **COMBINED, **settings}
+        return message_of(
+            lambda: amp.Session().initialize(model, optimizer(model.parameters(), **(own or {"lr": 0.1})), **chosen)
+        )
+
+    return {
+        "loss_scale": said(loss_scale=(1024.0, 128.0)[rank]),
+        "level": said(opt_level=("O1", "O0")[rank]),
+        "rule": said(scale_window=(100, 200)[rank]),
+        "lr": said(own={"lr": (0.1, 0.2)[rank]}),
+        "class": said(optimizer=(torch.optim.SGD, torch.optim.Adam)[rank]),
+        "buckets": said(ddp_replica_count=(4, 8)[rank]),
+        "equal": said(own={"lr": (1, torch.tensor(1.0))[rank]}, verbosity=0),
+        "equal scale": said(loss_scale=(128, "128.0")[rank]),
+    }
+
+
 def parameters_frozen_on_one_rank(rank):
     model = make_model()
     model[5].bias.requires_grad_(rank == 0)
@@ -308,6 +330,7 @@ CHECKS = {
             a_parameter_that_joins_later,
             a_failed_backward,
             models_that_differ,
+            settings_that_differ,
             parameters_frozen_on_one_rank,
             a_backward_outside_of_scale_loss,
             ddp_around,
@@ -395,6 +418,28 @@ def test_a_backward_that_raises_changes_nothing(found):
 def test_what_cannot_be_averaged_is_refused_on_every_rank(found, check, said):
     for message in found[check]:
         assert re.match(said, message)
+
+
+@pytest.mark.parametrize(
+    ("setting", "said"),
+    [
+        ("loss_scale", r"loss_scale is 1024 on rank 0 and 128 on rank 1\. .* the same values on every rank"),
+        ("level", r"opt_level is 'O1' on rank 0 and 'O0' on rank 1; "),
+        ("rule", r"the rule of the loss scale is Dyn.*=100.* on rank 0 and Dyn.*=200.* on rank 1\."),
+        ("lr", r"the optimizer's param_groups\[0\]\['lr'\] is 0\.1 on rank 0 and 0\.2 on rank 1\."),
+        ("class", r"the optimizer is torch.optim.sgd.SGD on rank 0 and torch.optim.adam.Adam on rank 1; .*more"),
+        ("buckets", r"ddp_replica_count is 4 on rank 0 and 8 on rank 1\."),
+    ],
+)
+def test_settings_that_differ_are_refused_on_every_rank(found, setting, said):
+    begin = r"RuntimeError: The settings of amp\.initialize .* differ between ranks: "
+    for messages in found["settings_that_differ"]:
+        assert re.match(begin + said, messages[setting])
+
+
+def test_settings_that_are_equal_in_other_words_are_taken(found):
+    for messages in found["settings_that_differ"]:
+        assert messages["equal"] == messages["equal scale"] == "nothing was raised"
 
 
 def test_gradients_of_one_rank_alone_are_refused(found):

@@ -149,6 +149,7 @@ def two_ranks(rank):
         )
         found[name] = equal(ours[0], theirs[0]), [step[0] for step in ours[1]] == [step[0] for step in theirs[1]]
     found["accumulated"] = accumulated(rank)
+    found["another scale"] = another_scale(rank)
     found["two losses"] = two_losses(rank)
     found["apex"] = with_apex(rank)
     found["in one region"] = in_one_region()
@@ -214,16 +215,37 @@ def accumulated(rank):
         scaler.scale(loss_of(model, batch(step, rank))).backward()
     scaler.unscale_(optimizer)
     differences = [farthest(model, alone)]
-    optimizer.zero_grad()
     amp.initialize(model, optimizer, opt_level="O1", verbosity=0, dynamic_init_scale=1024.0, scale_window=1)
-    for step, communicates in ((0, False), (1, True)):  # the scale grows after every backward that is unscaled
-        model.set_requires_gradient_sync(communicates)
-        loss = model(batch(step, rank)).float().square().mean()
-        with amp.scale_loss(loss, optimizer, delay_unscale=not communicates) as scaled:
-            scaled.backward()
-    differences.append(farthest(model, alone))
+    for delays in (True, False):
+        for to_none in (True, False):
+            optimizer.zero_grad(set_to_none=to_none)
+            for step, communicates in ((0, False), (1, True)):  # the scale grows after every backward that is unscaled
+                backward_of(model, optimizer, batch(step, rank), communicates, delays=delays and not communicates)
+            differences.append(farthest(model, alone))
     amp.reset()
     return differences
+
+
+def backward_of(model, optimizer, inputs, communicates, *, delays=False):
+    model.set_requires_gradient_sync(communicates)
+    with amp.scale_loss(model(inputs).float().square().mean(), optimizer, delay_unscale=delays) as scaled:
+        scaled.backward()
+
+
+def another_scale(rank):
+    """A step, and a scale that is moved, while fully_shard keeps gradients; both after a step that went well."""
+    model = sharded()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    amp.initialize(model, optimizer, opt_level="O1", verbosity=0, dynamic_init_scale=1024.0)
+    backward_of(model, optimizer, batch(0, rank), True)
+    said = [refusal(optimizer.step)]
+    optimizer.zero_grad()
+    backward_of(model, optimizer, batch(0, rank), False)
+    said.append(refusal(optimizer.step))
+    amp.load_state_dict({"loss_scaler0": {"loss_scale": 512.0, "unskipped": 0}})
+    said.append(refusal(lambda: backward_of(model, optimizer, batch(1, rank), True)))
+    amp.reset()
+    return said
 
 
 def farthest(model, alone):
@@ -299,7 +321,9 @@ def late_shards():
     optimizer, scaler = torch.optim.SGD(model.parameters(), lr=0.01), new_scaler()
     sharded(model)
     scaler.scale(loss_of(model, batch(0, 0))).backward()
-    return {"after": after, "level": level, "combined": combined, "optimizer": refusal(lambda: scaler.step(optimizer))}
+    older = refusal(lambda: amp.initialize(model, optimizer, opt_level="O1", verbosity=0))
+    step = refusal(lambda: scaler.step(optimizer))
+    return {"after": after, "level": level, "combined": combined, "optimizer": step, "older": older}
 
 
 @pytest.fixture(scope="module")
@@ -355,6 +379,14 @@ def test_accumulates_without_communication(found):
     assert max(max(each["accumulated"]) for each in found) < 1e-4
 
 
+def test_another_scale_before_the_average_is_refused(found):
+    for each in found:
+        stepped, early, moved = each["another scale"]
+        assert stepped == ""
+        assert "set_requires_gradient_sync(False)" in early
+        assert "loss scale 512.0 after one with 1024.0" in moved
+
+
 def test_scale_loss_moves_the_scale_of_the_loss_that_overflowed(found):
     assert [each["two losses"] for each in found] == [(False, 1024.0, 512.0)] * 2
 
@@ -384,7 +416,8 @@ def test_rules_that_need_whole_tensors_refuse_shards(found, name):
         ("after", "fully_shard first"),
         ("level", "param_dtype=torch.float16"),
         ("combined", "omit combine_ddp"),
-        ("optimizer", "No inf checks"),
+        ("optimizer", "make it after fully_shard"),
+        ("older", "Call fully_shard first, then make the optimizer"),
     ],
 )
 def test_a_wrong_order_is_refused(found, case, says):

@@ -65,6 +65,14 @@ def test_without_batches_the_tab_says_what_to_write(tmp_path):
     view.close()
 
 
+def test_a_skip_without_reason_says_why_it_has_none(tmp_path):
+    watch = watched(tmp_path, batches=False)
+    for run, said in ((watch, "Pass loss= or step="), (load_run(watch.log_path), "the run log holds no reason")):
+        view = drawn(RunView(run))
+        assert said in view.panels.shown("skipped")["rows"][0]["why"]
+        view.close()
+
+
 def test_a_log_shows_what_it_holds(tmp_path):
     watch = watched(tmp_path, batches=True)
     view = drawn(RunView(load_run(watch.log_path)))

@@ -15,7 +15,7 @@ import itertools
 import operator
 import sys
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from types import FrameType
 from typing import Any, NamedTuple
 
@@ -40,9 +40,9 @@ from amplab.parallel.combined_reducer import CombinedReducer
 from amplab.parallel.ranks import has_other_ranks
 from amplab.parallel.shards import RankGroup, agree_on_found_inf, rank_groups
 from amplab.policies.casting.thread_scopes import is_running, resume_casts, suspend_casts
-from amplab.scalers import CombinedUnscaler, FlatGrads, MasterWeights, Unscaler, local_shard
+from amplab.scalers import CombinedUnscaler, FlatGrads, MasterWeights, Unscaler, is_sharded, local_shard
 
-__all__ = ["HookedOptimizer"]
+__all__ = ["HookedOptimizer", "await_shards"]
 
 _NO_STEP_YET = StepOutcome(False, "no step since initialize")
 _STEPPED = StepOutcome(True, "parameters updated")
@@ -106,6 +106,7 @@ class HookedOptimizer:
         self._params: list[Tensor] = []
         self._own: list[Tensor] = []
         self._scaled_by: float | None = None
+        self._kept_by_fsdp = False  # whether fully_shard keeps gradients scaled by _scaled_by, for a later backward
         self._overflow: _Overflow | None = None
         self._step: _Step | None = None
         self._in_closure, self._in_backward = False, False
@@ -252,6 +253,29 @@ class HookedOptimizer:
             return None
         return scale / self._scaled_by
 
+    @property
+    def has_shards(self) -> bool:
+        """Whether a parameter that requires a gradient is sharded."""
+        return any(param.requires_grad and is_sharded(param) for param in self._own) if self.rank_groups else False
+
+    @property
+    def has_gradients_of_shards(self) -> bool:
+        """Whether a sharded parameter has a gradient."""
+        return any(param.grad is not None and is_sharded(param) for param in self._own)
+
+    def refuse_another_scale(self, scale: float) -> None:
+        """Refuse a backward at another scale than that of gradients which ``fully_shard`` keeps, out of reach.
+
+        Raises:
+            RuntimeError: such gradients.
+        """
+        if self._kept_by_fsdp and self._scaled_by not in (None, scale):
+            raise RuntimeError(
+                f"A backward with loss scale {scale} after one with {self._scaled_by} whose gradients fully_shard "
+                "still keeps, under set_requires_gradient_sync(False): both would be added. Leave the scale as it is "
+                "until a backward under set_requires_gradient_sync(True), and use one loss_id for all of them."
+            )
+
     def begin_averaging(self) -> None:
         """Average gradients over ranks during the backward. If there are some kept scaled, after it, with their sum."""
         if self._reducer is not None and self._scaled_by is None:
@@ -269,6 +293,7 @@ class HookedOptimizer:
 
         They are not averaged over ranks before that backward.
         """
+        self._kept_by_fsdp |= self.has_shards and not self.has_gradients_of_shards
         self._add_scaled(aside, scale)
         if self._reducer is not None:
             self._reducer.keep_local()
@@ -289,7 +314,7 @@ class HookedOptimizer:
         if self._scaled_by is not None:
             self._add_scaled(aside, scale)
             self._scaled_by, aside = None, []
-        self._in_backward = False
+        self._in_backward = self._kept_by_fsdp = False
         self._average()
         found_inf = add_unscaled(self._own, aside, scale, self._unscaler, found_inf)
         if self.masters.pairs:
@@ -444,7 +469,8 @@ class HookedOptimizer:
         if self._scaled_by is not None and self._overflow is None:
             raise RuntimeError(
                 f"{type(optimizer).__name__}.step() with gradients still scaled by {self._scaled_by}: the last "
-                "backward before a step must run in scale_loss without delay_unscale=True, and not under no_sync()."
+                "backward before a step must run in scale_loss without delay_unscale=True, and neither under no_sync() "
+                "nor set_requires_gradient_sync(False)."
             )
         pairs = self.masters.pairs
         if all(pair.master.grad is None for pair in pairs) and any(pair.model.grad is not None for pair in pairs):
@@ -453,6 +479,15 @@ class HookedOptimizer:
                 "masters: run the backward in `with amp.scale_loss(loss, optimizer) as scaled_loss: "
                 "scaled_loss.backward()`."
             )
+
+
+def await_shards(hooked: Sequence[HookedOptimizer]) -> bool:
+    """Return whether a backward left all gradients of shards with ``fully_shard``, for a later one to communicate.
+
+    It does under ``set_requires_gradient_sync(False)``. Sync: none.
+    """
+    sharded = [each for each in hooked if each.has_shards]
+    return bool(sharded) and not any(each.has_gradients_of_shards for each in sharded)
 
 
 def _outcome_of_skip(record: ScaleRecord) -> StepOutcome:

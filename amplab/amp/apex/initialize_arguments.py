@@ -1,18 +1,21 @@
 """Checks of the arguments of `initialize`. The properties of a level are checked in `opt_levels`."""
 
+import dataclasses
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from amplab.amp.apex.opt_levels import OptProperties
 from amplab.amp.arguments import checked_flag
 from amplab.formats import LOW_PRECISION_DTYPES
 from amplab.optimizers import FusedOptimizer
 from amplab.parallel.shards import is_fully_sharded
+from amplab.scalers import ScaleRule
 
 __all__ = [
     "Permissions",
@@ -23,8 +26,10 @@ __all__ = [
     "checked_optimizers",
     "checked_verbosity",
     "refuse_half",
+    "refuse_older_than_shards",
     "refuse_scripted",
     "refuse_sharded",
+    "settings_in_common",
     "warn_of_unused",
     "warn_of_vanishing_eps",
 ]
@@ -198,6 +203,38 @@ def checked_combined_ddp(
     return ddp_replica_count
 
 
+def settings_in_common(
+    properties: OptProperties, rule: ScaleRule, num_losses: int, optimizers: Sequence[Optimizer]
+) -> dict[str, str]:
+    """Return what all ranks of ``combine_ddp`` must have in common, besides their models: values as text, by name.
+
+    That is the level and its overrides, the rule of the loss scale, and of each optimizer the class and the settings of
+    each parameter group. Optimizer state and ``policy`` are not compared. Sync: one for each setting on a device.
+    """
+    common = {field.name: _as_text(getattr(properties, field.name)) for field in dataclasses.fields(properties)}
+    if properties.loss_scale == "dynamic":
+        common["the rule of the loss scale"] = repr(rule)
+    common["num_losses"] = str(num_losses)
+    for index, optimizer in enumerate(optimizers):
+        which = "the optimizer" if len(optimizers) == 1 else f"optimizers[{index}]"
+        common[which] = f"{type(optimizer).__module__}.{type(optimizer).__qualname__}"
+        for number, group in enumerate(optimizer.param_groups):
+            of_group = f"{which}'s param_groups[{number}]"
+            common |= {f"{of_group}[{name!r}]": _as_text(value) for name, value in group.items() if name != "params"}
+    return common
+
+
+def _as_text(value: object) -> str:
+    """Return a setting as text that is equal on two ranks if the setting is; of other objects their type."""
+    if isinstance(value, Tensor):
+        return _as_text(value.tolist()) if value.numel() <= 16 else str(tuple(value.shape))
+    if isinstance(value, list | tuple):
+        return f"({', '.join(map(_as_text, value))})"
+    if isinstance(value, float | int) and not isinstance(value, bool):
+        return f"{float(value):g}" if float(f"{value:g}") == value else repr(float(value))
+    return repr(value) if value is None or isinstance(value, bool | str | torch.dtype) else type(value).__qualname__
+
+
 def refuse_half(model: nn.Module, refuse: Callable[[str], None]) -> None:
     """Call ``refuse`` with a message if a parameter or buffer of ``model`` is float16 already."""
     for kind, tensors in (("param", model.named_parameters()), ("buffer", model.named_buffers())):
@@ -249,6 +286,23 @@ def refuse_sharded(model: nn.Module, opt_level: str, dtype: torch.dtype | bool |
             f"its weights to {dtype}: expected O0 or O1. For weights in {dtype} with float32 masters pass "
             f"mp_policy=MixedPrecisionPolicy(param_dtype={dtype}) to fully_shard: its float32 shards are the masters."
         )
+
+
+def refuse_older_than_shards(models: Sequence[nn.Module], optimizers: Sequence[Optimizer]) -> None:
+    """Refuse an optimizer that was made before ``fully_shard``, which has replaced the parameters that it has.
+
+    Raises:
+        RuntimeError: a model is sharded, and the optimizer has no parameter of any model.
+    """
+    if not any(is_fully_sharded(module) for model in models for module in model.modules()):
+        return
+    trained = {param for model in models for param in model.parameters()}
+    for optimizer in optimizers:
+        if not any(param in trained for group in optimizer.param_groups for param in group["params"]):
+            raise RuntimeError(
+                f"{type(optimizer).__name__} has no parameter of the model, which is sharded: fully_shard replaced the "
+                "parameters that it has. Call fully_shard first, then make the optimizer, then call amp.initialize."
+            )
 
 
 def warn_of_unused(loss_scale: float | str | None, **dynamic: float) -> None:

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from amplab.amp.apex.hooked_optimizer import HookedOptimizer
+from amplab.amp.apex.hooked_optimizer import HookedOptimizer, await_shards
 from amplab.amp.apex.hooks import Hooks
 from amplab.amp.arguments import SMALLEST_SCALE, scale_value
 from amplab.amp.backward.gradients import ScaledBackward, bookkeeping
@@ -298,11 +298,13 @@ class LossScaling:
         if scale == 1.0 and self._nothing_to_do(scaler, hooked):
             yield loss.float()
             return
+        for each in hooked:
+            each.refuse_another_scale(scale)
         with ScaledBackward(hooked, scale) as backward:
             for each in () if delay_unscale else hooked:
                 each.begin_averaging()
             yield loss.float() * scale
-            if delay_unscale or self._hooks.await_average(hooked):
+            if delay_unscale or self._hooks.await_average(hooked) or await_shards(hooked):
                 for each, aside in backward.aside:
                     each.keep_scaled(aside, scale)
                 return

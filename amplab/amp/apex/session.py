@@ -32,8 +32,10 @@ from amplab.amp.apex.initialize_arguments import (
     checked_optimizers,
     checked_verbosity,
     refuse_half,
+    refuse_older_than_shards,
     refuse_scripted,
     refuse_sharded,
+    settings_in_common,
     warn_of_unused,
 )
 from amplab.amp.apex.level_policy import checked_policies, engine_policy, with_registered
@@ -199,7 +201,9 @@ class Session:
             combine_grad: keep the gradients of each optimizer in flat buffers, with bitwise the same results.
             check_combined_tensors: print a line whenever gradients had left those buffers, except after zero_grad.
             combine_ddp: average gradients over all ranks, in those buffers and during the backward, in place of
-                DistributedDataParallel. Parameters and buffers become those of rank 0.
+                DistributedDataParallel. Parameters and buffers become those of rank 0. The level, the rule of the loss
+                scale and the optimizers' classes and settings must be equal on all ranks. They are compared here, not
+                later: a scheduler, `load_state_dict` and the state of an optimizer must do the same on every rank.
             ddp_replica_count: the number of buckets to cut each buffer into; see `bucket_ends`.
             policy: the lists and the compute dtype of O1; None for those of apex in float16. Its op_rules and
                 module_rules apply at every level, and what they compute keeps the dtype of the rule (see
@@ -215,8 +219,9 @@ class Session:
 
         Raises:
             RuntimeError: an override that is not allowed at this level; a model that is already half, wrapped, or
-                compiled by TorchScript; at O2 and O3 one that is sharded; ``combine_ddp`` without a process group or
-                ``combine_grad``, with a sharded model, or with models that differ between ranks.
+                compiled by TorchScript; at O2 and O3 one that is sharded; an optimizer made before ``fully_shard``;
+                ``combine_ddp`` without a process group or ``combine_grad``, with a sharded model, or with models or
+                settings that differ between ranks.
             TypeError: models or optimizers of another type.
             ValueError: a number out of its range; a module rule that names no module or contradicts another;
                 ``combine_ddp`` without an optimizer.
@@ -259,6 +264,7 @@ class Session:
         for model in chosen_models:
             refuse_scripted(model, properties.cast_model_type)
             refuse_sharded(model, level.name, properties.cast_model_type, combine_ddp=buckets is not None)
+        refuse_older_than_shards(chosen_models, chosen_optimizers)
         policies = checked_policies(policy, chosen_models, properties.cast_model_type)
         scalers = [LossScaler.under(rule) for _ in range(checked_num_losses(num_losses))]
         self._hooks.release_connected(chosen_models, chosen_optimizers)
@@ -273,7 +279,10 @@ class Session:
             scale_backoff_factor=scale_backoff_factor,
             scale_window=scale_window,
         )
-        ddp = None if buckets is None else CombinedDDP(chosen_models, replica_count=buckets)
+        ddp = None
+        if buckets is not None:
+            common = settings_in_common(properties, rule, num_losses, chosen_optimizers)
+            ddp = CombinedDDP(chosen_models, replica_count=buckets, settings=common)
         if verbosity > 0 and is_first_rank():
             print(banner(level, properties))  # noqa: T201  as apex does
         scaling = LossScaling(

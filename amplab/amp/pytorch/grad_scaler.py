@@ -342,7 +342,9 @@ class GradScaler(torch.amp.GradScaler):
             if not row["found_inf_per_device"]:
                 raise AssertionError(
                     "No inf checks were recorded for this optimizer. None of its parameters has a gradient: run "
-                    "backward() first, and give the optimizer the parameters that the loss depends on."
+                    "backward() first, and give the optimizer the parameters that the loss depends on. "
+                    "If fully_shard was called after the optimizer was made, the optimizer has the parameters that "
+                    "fully_shard replaced: make it after fully_shard."
                 )
             returned = self._maybe_opt_step(optimizer, row, *args, **kwargs)
         row["stage"] = OptState.STEPPED

@@ -25,7 +25,7 @@ from torch.nn import Parameter
 
 from amplab import __version__
 
-__all__ = ["FORMAT", "RunStateError", "read_run_state", "write_atomically", "write_run_state"]
+__all__ = ["FORMAT", "MissingRunState", "RunStateError", "read_run_state", "write_atomically", "write_run_state"]
 
 FORMAT = 1
 """Version of the file format, the value of "amplab_run_state"."""
@@ -38,6 +38,10 @@ _MAPPINGS = (dict, OrderedDict)
 
 class RunStateError(RuntimeError):
     """A run state that cannot be saved or loaded: what is wrong, and what to do."""
+
+
+class MissingRunState(RunStateError, FileNotFoundError):
+    """There is no run state at the given path."""
 
 
 def write_run_state(path: Path, state: dict[str, Any]) -> None:

@@ -35,7 +35,7 @@ from amplab.amp.apex.functions import default_session
 from amplab.amp.apex.session import Session
 from amplab.amp.arguments import as_list
 from amplab.amp.run_state.checks import model_problems, optimizer_entry, optimizer_problems, scaler_problems
-from amplab.amp.run_state.file_format import RunStateError, read_run_state, write_run_state
+from amplab.amp.run_state.file_format import MissingRunState, RunStateError, read_run_state, write_run_state
 from amplab.amp.run_state.rng_state import capture_rng, checked_rng, restore_rng
 from amplab.amp.run_state.sharded_folder import (
     has_shards,
@@ -161,11 +161,12 @@ def load_run_state(
             differences.
         RuntimeError: ``amp`` before its ``initialize``.
         TypeError: an argument of another type, or both ``amp`` and ``scaler``.
-        OSError: there is no such file, or it cannot be read.
+        OSError: there is no such file, which is a RunStateError, too; or it cannot be read.
 
     Sync: none.
     """
     models, optimizers, session = _checked(model, optimizer, amp, scaler)
+    _refuse_missing(Path(path))
     state, own = _read(Path(path), models, optimizers)
     notes = _left_out(state, models, optimizers, session, scaler)
     if not own:
@@ -201,6 +202,17 @@ def _checked(model: Any, optimizer: Any, amp: Any, scaler: Any) -> tuple[list[Mo
     if session is not None:
         session.state_dict()  # raises before initialize
     return models, optimizers, session
+
+
+def _refuse_missing(path: Path) -> None:
+    """Raise if there is nothing at ``path``, nor a folder that a killed process left beside it."""
+    if path.exists() or is_run_folder(path):
+        return
+    here = "" if path.parent.exists() else f" The folder {path.parent} does not exist either."
+    raise MissingRunState(
+        f"{path}: there is no such file or folder; expected the path that save_run_state was given.{here} In the first "
+        "start of a run, which has nothing to continue, leave load_run_state out."
+    )
 
 
 def _read(path: Path, models: list[Module], optimizers: list[Optimizer]) -> tuple[dict[str, Any], bool]:

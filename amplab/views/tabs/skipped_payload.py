@@ -16,7 +16,7 @@ import numpy as np
 from amplab.display.numbers import count
 from amplab.lab import History, SkipExplanation
 
-__all__ = ["LIMIT", "is_broken", "skipped_payload"]
+__all__ = ["GONE", "LIMIT", "UNRECORDED", "UNWATCHED", "is_broken", "skipped_payload"]
 
 LIMIT = 100
 """Rows in the page; the history and the run log hold every skipped step."""
@@ -36,11 +36,21 @@ KINDS = {
 """What the page calls each kind of reason."""
 
 GONE = "Not explained: explanations had used up their 5 % of the time, and the step cannot run again any more."
+UNWATCHED = (
+    "Not explained: the watch cannot run this step again. Pass loss= or step= to amplab.lab.watch, and iterate over "
+    "w.batches(loader)."
+)
+UNRECORDED = "Not explained: the run log holds no reason for this step."
 OPEN = "Not explained yet: explanations had used up their 5 % of the time. Press Explain, or pause the run."
 
 
 def skipped_payload(
-    history: History, *, explainable: Sequence[int] = (), walkable: Sequence[int] = (), limit: int = LIMIT
+    history: History,
+    *,
+    explainable: Sequence[int] = (),
+    walkable: Sequence[int] = (),
+    gone: str = GONE,
+    limit: int = LIMIT,
 ) -> dict[str, Any]:
     """Return the rows, the sentence above the table, and the number of skipped steps.
 
@@ -48,6 +58,7 @@ def skipped_payload(
         history: The run.
         explainable: Steps that can still run again, in order.
         walkable: Those of them that can be shown in their stages.
+        gone: Why a step without explanation has none, if it cannot run again.
         limit: Largest number of rows.
     """
     total, explanations = history.skip_count, history.explanations
@@ -58,7 +69,7 @@ def skipped_payload(
         can_explain, can_walk = (_first_in(row, steps) for steps in (explainable, walkable))
         if row["kind"] == "open":
             row["explain"] = can_explain
-            row["why"] = _unexplained(row["why"], can_explain)
+            row["why"] = _unexplained(row["why"], gone if can_explain is None else OPEN)
         row["walk"] = can_walk
         row["is_first"] = bool(row["step"] == groups[0][0])  # a step of an array: NumPy's bool is not JSON
     rows.sort(key=lambda row: not row["is_first"])  # stable: only the first skip of the run moves
@@ -120,8 +131,7 @@ def _sentence_of(why: SkipExplanation, first: int, last: int) -> str:
     return f"{at}{why.sentence}"
 
 
-def _unexplained(parameter: str | None, explainable: int | None) -> str:
-    said = GONE if explainable is None else OPEN
+def _unexplained(parameter: str | None, said: str) -> str:
     return f"{said} First gradient that is not finite: {parameter}." if parameter else said
 
 

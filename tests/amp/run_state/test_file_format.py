@@ -125,7 +125,10 @@ def test_a_foreign_file_is_refused(path, write, said):
 
 
 def test_a_missing_file_and_a_missing_folder_are_named(tmp_path):
-    with pytest.raises(FileNotFoundError, match=r"run\.pt"):
-        amp.load_run_state(tmp_path / "run.pt")
+    for kind in (FileNotFoundError, amp.RunStateError):
+        with pytest.raises(kind, match=r"run\.pt: there is no such file or folder.*leave load_run_state out"):
+            amp.load_run_state(tmp_path / "run.pt")
+    with pytest.raises(amp.RunStateError, match=r"The folder .*nowhere does not exist"):
+        amp.load_run_state(tmp_path / "nowhere" / "run.pt")
     with pytest.raises(FileNotFoundError, match=r"of run\.pt does not exist"):
         amp.save_run_state(tmp_path / "nowhere" / "run.pt")

@@ -1,0 +1,103 @@
+"""What the SVG charts share: the area with its grid and ticks, the look of curve number n, and the legend."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from html import escape
+
+from amplab.display.html import Markup
+from amplab.display.numbers import binary_power
+from amplab.display.palette import CURVES, PALETTE
+
+__all__ = ["Area", "curve_style", "legend", "round_part"]
+
+_DASHES = ("", "7 3", "2 3", "9 3 2 3", "4 2", "1 2", "12 4", "6 2 1 2")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Area:
+    """The area of a chart: `first` to `last` across, `low` to `high` upwards, in units of the drawing.
+
+    Attributes:
+        first, last: Ends of the horizontal axis.
+        low, high: Ends of the vertical axis.
+        width, height: Size of the whole drawing.
+        left, right, top, bottom: Margins around the area.
+    """
+
+    first: float
+    last: float
+    low: float
+    high: float
+    width: int = 760
+    height: int = 196
+    left: int = 52
+    right: int = 8
+    top: int = 26
+    bottom: int = 24
+
+    def x(self, value: float) -> float:
+        """Return the place of a value across."""
+        share = (value - self.first) / (self.last - self.first)
+        return round(self.left + (self.width - self.left - self.right) * share, 1)
+
+    def y(self, value: float) -> float:
+        """Return the place of a value upwards, counted from the top as in SVG."""
+        share = (self.high - value) / (self.high - self.low)
+        return round(self.top + (self.height - self.top - self.bottom) * share, 1)
+
+    def grid(self, *, binary: bool = False) -> Iterator[str]:
+        """Yield the lines and the numbers of the vertical axis; `binary` writes the tick n as 2ⁿ."""
+        span = self.high - self.low
+        every = 2 ** max(0, math.ceil(math.log2(span / 7))) if binary else round_part(span / 4)
+        for number in range(math.ceil(self.low / every), math.floor(self.high / every) + 1):
+            tick = number * every
+            yield self.grid_line(tick, binary_power(round(tick)) if binary else f"{tick:.3g}")
+
+    def grid_line(self, tick: float, label: str) -> str:
+        """Return one line of the grid with its number."""
+        at = self.y(tick)
+        return (
+            f'<line x1="{self.left}" x2="{self.width - self.right}" y1="{at}" y2="{at}" stroke="currentColor" '
+            f'opacity="0.15"/><text x="{self.left - 6}" y="{at + 4}" text-anchor="end">{label}</text>'
+        )
+
+    def triangle(self, at: float, said: str) -> str:
+        """Return a mark above the area that points down to the value `at`."""
+        return (
+            f'<path d="M{self.x(at) - 4:.1f} {self.top - 6}h8l-4 7z" fill="#c04f00" '
+            f'style="fill:var(--amp-warning, #c04f00)"><title>{escape(said)}</title></path>'
+        )
+
+    def svg(self, parts: Sequence[str], said: str) -> Markup:
+        """Return the drawing; `said` describes it for screen readers."""
+        return Markup(
+            f'<svg viewBox="0 0 {self.width} {self.height}" width="{self.width}" style="max-width:100%" role="img" '
+            f'font-size="11" aria-label="{escape(said)}" fill="currentColor">{"".join(parts)}</svg>'
+        )
+
+
+def round_part(value: float) -> float:
+    """Return the largest of 1, 2, 5 times a power of ten that is at most `value`."""
+    unit = 10.0 ** math.floor(math.log10(value))
+    return next(unit * each for each in (5, 2, 1) if unit * each <= value)
+
+
+def curve_style(number: int) -> str:
+    """Return the attributes of a curve's line: its own color and dashes; the first one is wider."""
+    place = number % len(CURVES)
+    light, _ = PALETTE[CURVES[place]]
+    color = f'stroke="{light}" style="stroke:var(--amp-{CURVES[place]}, {light})"'
+    return f'fill="none" {color} stroke-width="{2.5 if number == 0 else 2}" stroke-dasharray="{_DASHES[place]}"'
+
+
+def legend(names: Sequence[str]) -> Markup:
+    """Return the legend of the curves, in their order."""
+    entries = (
+        '<span><svg viewBox="0 0 26 10" width="26" height="10" aria-hidden="true">'
+        f'<line x1="0" x2="26" y1="5" y2="5" {curve_style(number)}/></svg>{escape(name)}</span>'
+        for number, name in enumerate(names)
+    )
+    return Markup(f'<div class="key">{"".join(entries)}</div>')

@@ -1,0 +1,170 @@
+"""Charts of the lessons: places of lines and bars, their text, and what they say of values that are not finite."""
+
+import math
+import re
+
+import pytest
+import torch
+from html_outline import outline
+
+from amplab.display.charts import bar_chart, exponent_chart, line_chart
+from amplab.formats import BFLOAT16, FLOAT8_E4M3, FLOAT16, exponent_histogram
+
+EVIL = '<b a="x">'
+
+
+def curves_of(chart) -> list[list[tuple[float, float]]]:
+    lines = re.findall(r'<polyline points="([^"]*)"', chart.drawing)
+    return [[tuple(map(float, point.split(","))) for point in line.split()] for line in lines]
+
+
+def bars_of(chart) -> list[float]:
+    return [float(wide) for wide in re.findall(r'<rect [^>]*width="([\d.]+)" height="22"', chart.drawing)]
+
+
+# ---- lines --------------------------------------------------------------------------------------
+
+
+def test_a_curve_goes_up_where_its_values_do() -> None:
+    (curve,) = curves_of(line_chart({"loss": [1.0, 3.0, 2.0]}))
+    (x0, y0), (x1, y1), (x2, y2) = curve
+    assert x0 < x1 < x2
+    assert y1 < y2 < y0  # downwards in SVG
+    assert y2 == pytest.approx((y0 + y1) / 2, abs=0.1)
+
+
+def test_a_value_that_is_not_finite_is_a_gap_and_a_mark() -> None:
+    chart = line_chart({"loss": [1.0, 2.0, math.inf, math.nan, 3.0, 2.0]})
+    assert [len(curve) for curve in curves_of(chart)] == [2, 2]
+    assert chart.drawing.count("not finite</title>") == 2
+    assert repr(chart) == "value over step 0 to 5: loss 1 -> 2 (2 not finite)"
+
+
+def test_a_single_value_is_visible() -> None:
+    (curve,) = curves_of(line_chart({"loss": [1.0]}))
+    assert len(set(curve)) == 2
+
+
+def test_nothing_finite_is_drawn_without_an_error() -> None:
+    assert curves_of(line_chart({"loss": [math.nan, math.inf]})) == []
+
+
+def test_a_long_curve_is_thinned_and_keeps_its_ends() -> None:
+    (curve,) = curves_of(line_chart({"loss": [float(step) for step in range(5000)]}))
+    assert len(curve) <= 402
+    assert (curve[0][0], curve[-1][0]) == (52.0, 752.0)
+
+
+def test_a_logarithmic_axis_is_even_in_powers() -> None:
+    (curve,) = curves_of(line_chart({"scale": [1.0, 16.0, 256.0]}, log_y=True))
+    assert curve[0][1] - curve[1][1] == pytest.approx(curve[1][1] - curve[2][1], abs=0.11)
+    assert "2⁸" in outline(line_chart({"scale": [1.0, 256.0]}, log_y=True).drawing).text
+    assert "0.001" in outline(line_chart({"loss": [3e-4, 12.0]}, log_y=True).drawing).text
+    assert curves_of(line_chart({"loss": [0.0, -1.0]}, log_y=True)) == []
+
+
+def test_marks_are_lines_with_words() -> None:
+    drawing = line_chart({"loss": [3.0, 2.0, 1.0]}, marks={1: "skipped", 2: "end", 7: "outside"}).drawing
+    assert drawing.count('stroke-dasharray="2 3"') >= 2
+    assert "skipped" in outline(drawing).words
+    assert "outside" not in drawing
+
+
+def test_places_across_can_be_given() -> None:
+    (curve,) = curves_of(line_chart({"error": [1.0, 2.0, 3.0]}, x=[0.0, 1.0, 4.0]))
+    assert curve[1][0] - curve[0][0] == pytest.approx((curve[2][0] - curve[0][0]) / 4, abs=0.1)
+    with pytest.raises(ValueError, match="2 values"):
+        line_chart({"error": [1.0, 2.0, 3.0]}, x=[0.0, 1.0])
+
+
+@pytest.mark.parametrize("curves", [{}, {"loss": []}])
+def test_no_curve_is_refused(curves) -> None:
+    with pytest.raises(ValueError, match="curves="):
+        line_chart(curves)
+
+
+def test_several_curves_have_a_legend_and_names_are_escaped() -> None:
+    read = outline(
+        line_chart({EVIL: [1.0, 2.0], "b": [2.0, 1.0]}, x_label=EVIL, y_label=EVIL, marks={0: EVIL})._repr_html_()
+    )
+    assert "b" not in read.counts
+    assert "a=" in read.text
+    assert len(read.named("polyline")) == 2
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [(0.126, "0.13"), (2.0**-10, "2^-10"), (65536.0, "2^16"), (1234.0, "1,234"), (123.4, "120"), (0.25, "0.25"),
+     (math.nan, "NaN"), (-math.inf, "-inf"), (1.96e-8, "2e-08"), (0.0, "0"), (-1.26, "-1.3")],
+)  # fmt: skip
+def test_numbers_in_the_text_have_two_digits(value: float, text: str) -> None:
+    assert repr(bar_chart({"a": value})) == f"a {text}"
+
+
+# ---- bars ---------------------------------------------------------------------------------------
+
+
+def test_bars_have_the_length_of_their_values() -> None:
+    one, two, none = bars_of(bar_chart({"O0": 1.0, "O1": 0.5, "lost": 0.0}, unit="MB", label="memory"))
+    assert two == pytest.approx(one / 2, abs=0.1)
+    assert none == 0.0
+
+
+def test_a_value_without_a_bar_has_its_text() -> None:
+    chart = bar_chart({"a": math.inf, EVIL: 2.0, "c": -1.0}, unit="ms")
+    assert [wide > 0 for wide in bars_of(chart)] == [False, True, False]
+    assert repr(chart) == f"a inf ms, {EVIL} 2 ms, c -1 ms"
+    assert "b" not in outline(chart._repr_html_()).counts
+    with pytest.raises(ValueError, match="at least one"):
+        bar_chart({})
+
+
+# ---- exponents ----------------------------------------------------------------------------------
+
+
+def test_the_shares_are_those_of_the_format() -> None:
+    values = torch.tensor([2.0**-40, 2.0**-26, 2.0**-20, 2.0**-15, 1.0, 2.0, 2.0**15, 2.0**17])
+    assert repr(exponent_chart(exponent_histogram(values), FLOAT16)) == (
+        "float16: 25 % zero, 25 % subnormal, 38 % normal, 12 % overflow"
+    )
+    assert values.half().eq(0).sum() == 2
+    assert values.half().isinf().sum() == 1
+
+
+def test_a_shift_moves_the_bars_and_leaves_the_ranges() -> None:
+    histogram = exponent_histogram(torch.tensor([2.0**-20]))
+
+    def left_of(chart) -> float:
+        return float(re.search(r'<path d="M([\d.]+)', chart.drawing)[1])
+
+    here, there = exponent_chart(histogram, FLOAT16), exponent_chart(histogram, FLOAT16, shift=10)
+    column = 744 / 69  # units in each power of two
+    assert left_of(there) - left_of(here) == pytest.approx(10 * column, abs=0.2)
+    assert re.findall("<rect.*?>", here.drawing) == re.findall("<rect.*?>", there.drawing)
+
+
+def test_values_beyond_the_axis_are_in_its_ends() -> None:
+    histogram = exponent_histogram(torch.tensor([2.0**-140, 2.0**100, 1.0]))
+    chart = exponent_chart(histogram, FLOAT16)
+    assert repr(chart) == "float16: 33 % zero, 0 % subnormal, 33 % normal, 33 % overflow"
+    xs = [float(x) for x in re.findall(r"M([\d.]+) ", chart.drawing)]
+    assert min(xs) >= 8
+    assert max(xs) < 752
+
+
+def test_few_are_not_none() -> None:
+    histogram = exponent_histogram(torch.cat([torch.ones(999), torch.tensor([1e-30])]))
+    assert repr(exponent_chart(histogram, FLOAT16)) == "float16: <1 % zero, 0 % subnormal, >99 % normal, 0 % overflow"
+
+
+@pytest.mark.parametrize("fmt", [FLOAT16, BFLOAT16, FLOAT8_E4M3])
+def test_each_format_has_a_chart(fmt) -> None:
+    chart = exponent_chart(exponent_histogram(torch.randn(100)), fmt)
+    outline(chart._repr_html_())
+    assert "nan" not in chart.drawing
+
+
+def test_zeros_alone_have_no_bars() -> None:
+    chart = exponent_chart(exponent_histogram(torch.zeros(3)), FLOAT16, shift=4)
+    assert repr(chart) == "float16, values × 2^4: only zeros"
+    assert "<path" not in chart.drawing

@@ -1,0 +1,141 @@
+"""Run the lessons and store their outputs, or check that they still give what is stored.
+
+    python -m tests.house.notebooks build notebooks/03_why_scale_the_loss.ipynb    run it, write it cleaned
+    python -m tests.house.notebooks check                                          run all, list what differs
+
+Both run the notebooks with the Python that runs this command, on one thread. A cleaned notebook keeps its cell ids and
+tags, and has no state of widgets and no times. `check` compares as pytest does with nbval: not the outputs of cells
+tagged nbval-ignore-output, no models of widgets, no bitmaps, and no coordinates of drawings.
+"""
+
+import argparse
+import copy
+import difflib
+import os
+import re
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import nbformat
+
+__all__ = ["cleaned", "differences", "executed", "main"]
+
+FOLDER = Path(__file__).resolve().parents[2] / "notebooks"
+SECONDS_PER_CELL = 120
+KEPT = ("kernelspec", "language_info")
+IGNORED = "nbval-ignore-output"
+# As in nbval.cfg: how a drawing of a training looks differs between CPUs by less than a pixel.
+DRAWING = re.compile(r"<svg[\s\S]*?</svg>")
+WIDGET = "application/vnd.jupyter.widget-view+json"
+NOT_COMPARED = {WIDGET, "image/png", "image/jpeg", "image/svg+xml"}
+
+Notebook = Any
+
+
+def executed(notebook: Notebook, folder: Path) -> Notebook:
+    """Return a copy of a notebook with the outputs of a fresh kernel in `folder`.
+
+    Raises:
+        nbclient.exceptions.CellExecutionError: a cell raises and has no tag raises-exception.
+    """
+    from nbclient import NotebookClient
+
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    os.environ.setdefault("JUPYTER_PREFER_ENV_PATH", "1")  # the kernel of this Python
+    ran = copy.deepcopy(notebook)
+    client = NotebookClient(
+        ran,
+        timeout=SECONDS_PER_CELL,
+        kernel_name="python3",
+        record_timing=False,
+        store_widget_state=False,
+        coalesce_streams=True,
+        resources={"metadata": {"path": str(folder)}},
+    )
+    client.execute()
+    return ran
+
+
+def cleaned(notebook: Notebook) -> Notebook:
+    """Return a copy without what a run or an editor leaves: state of widgets, times, models of widgets."""
+    clean = copy.deepcopy(notebook)
+    clean.metadata = nbformat.from_dict({key: clean.metadata[key] for key in KEPT if key in clean.metadata})
+    clean.metadata.get("language_info", {}).pop("version", None)
+    for cell in clean.cells:
+        tags = cell.metadata.get("tags")
+        source_hidden = cell.metadata.get("jupyter", {}).get("source_hidden")
+        cell.metadata = nbformat.from_dict({"tags": tags} if tags else {})
+        if source_hidden:
+            cell.metadata["jupyter"] = nbformat.from_dict({"source_hidden": True})
+        for output in cell.get("outputs", []):
+            if "metadata" in output:
+                output.metadata = nbformat.from_dict({})
+            if "text/html" in output.get("data", {}):  # the static picture, which JupyterLab shows without the model
+                output.data.pop(WIDGET, None)
+    return clean
+
+
+def differences(stored: Notebook, fresh: Notebook) -> Iterator[str]:
+    """Yield a sentence, with the lines that differ, for each cell whose fresh outputs are not the stored ones."""
+    for before, after in zip(stored.cells, fresh.cells, strict=True):
+        if before.cell_type != "code" or IGNORED in before.metadata.get("tags", []):
+            continue
+        if before.execution_count is None:
+            yield f"cell {before.id}: never executed"
+        lines = [_lines(cell.outputs) for cell in (before, after)]
+        if lines[0] != lines[1]:
+            changed = list(difflib.unified_diff(*lines, "stored", "fresh", lineterm="", n=0))[2:]
+            yield "\n    ".join([f"cell {before.id}: the outputs differ", *(line[:200] for line in changed[:12])])
+
+
+def _lines(outputs: Sequence[Any]) -> list[str]:
+    """The compared parts of the outputs."""
+    lines: list[str] = []
+    for output in outputs:
+        parts = dict(output.get("data", {}))
+        parts.update({f"stream {output.name}": output.text} if output.output_type == "stream" else {})
+        parts.update({f"error {output.ename}": output.evalue} if output.output_type == "error" else {})
+        for name in sorted(parts.keys() - NOT_COMPARED):
+            text = parts[name] if isinstance(parts[name], str) else repr(parts[name])
+            lines += [f"[{name}]", *DRAWING.sub("<svg/>", text).splitlines()]
+    return lines
+
+
+def build(path: Path) -> None:
+    """Run a notebook and write it, cleaned."""
+    notebook = nbformat.read(path, as_version=4)
+    text = nbformat.writes(cleaned(executed(notebook, path.parent)), version=4)
+    path.write_text(text.rstrip("\n") + "\n", encoding="utf-8")
+
+
+def check(path: Path) -> list[str]:
+    """Run a notebook and return what is wrong with the stored one."""
+    notebook = nbformat.read(path, as_version=4)
+    faults = list(differences(notebook, executed(notebook, path.parent)))
+    if cleaned(notebook) != notebook:
+        faults.append("it has metadata of a run or of an editor: build it")
+    return faults
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Build or check notebooks; return 1 if one has drifted."""
+    parser = argparse.ArgumentParser(prog="python -m tests.house.notebooks", description=__doc__.splitlines()[0])
+    parser.add_argument("action", choices=("build", "check"))
+    parser.add_argument("paths", nargs="*", type=Path, help="notebooks; all if there are none")
+    options = parser.parse_args(arguments)
+    status = 0
+    for path in options.paths or sorted(FOLDER.rglob("[0-9][0-9]_*.ipynb")):
+        if options.action == "build":
+            build(path)
+            print(f"{path}: {path.stat().st_size / 1000:.0f} kB")
+            continue
+        faults = check(path)
+        status = 1 if faults else status
+        print(f"{path}: " + ("as stored" if not faults else "\n  ".join(["", *faults])), flush=True)
+    return status
+
+
+if __name__ == "__main__":
+    sys.exit(main())

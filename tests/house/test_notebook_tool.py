@@ -1,0 +1,95 @@
+"""The tool that runs the lessons: what it stores, what it removes, and which drift it finds."""
+
+import copy
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import nbformat
+import pytest
+from source_tree import ROOT
+
+import notebooks as tool
+
+CELLS = {
+    "prints": "print('a', 1)",
+    "times": "import time; time.time()",
+    "draws": "from amplab.views import Explorable, Slider\nExplorable(lambda x: x + 1, x=Slider(1, 9))",
+}
+
+
+@pytest.fixture(scope="module")
+def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A notebook that the tool has built, once without outputs and with what an editor leaves."""
+    path = tmp_path_factory.mktemp("lessons") / "90_a_lesson.ipynb"
+    cells = [nbformat.v4.new_code_cell(source, id=name) for name, source in CELLS.items()]
+    cells[1].metadata = nbformat.from_dict({"tags": ["nbval-ignore-output"], "scrolled": True})
+    metadata = {
+        "kernelspec": {"name": "python3", "display_name": "Python 3", "language": "python"},
+        "widgets": {"application/vnd.jupyter.widget-state+json": {}},
+    }
+    nbformat.write(nbformat.v4.new_notebook(cells=cells, metadata=metadata), path)
+    assert tool.main(["build", str(path)]) == 0
+    return path
+
+
+def read(path: Path) -> Any:
+    return nbformat.read(path, as_version=4)
+
+
+def test_outputs_ids_and_tags_are_stored_and_nothing_else(built: Path) -> None:
+    notebook = read(built)
+    assert [cell.id for cell in notebook.cells] == list(CELLS)
+    assert [cell.execution_count for cell in notebook.cells] == [1, 2, 3]
+    assert notebook.cells[0].outputs[0].text == "a 1\n"
+    assert [dict(cell.metadata) for cell in notebook.cells] == [{}, {"tags": ["nbval-ignore-output"]}, {}]
+    assert set(notebook.metadata) == {"kernelspec", "language_info"}
+    (drawn,) = notebook.cells[2].outputs
+    assert drawn.data["text/plain"] == "Explorable(x=1): 2"
+    assert "<pre>2</pre>" in drawn.data["text/html"]
+    assert tool.WIDGET not in drawn.data
+
+
+def test_a_second_build_and_a_check_find_no_drift(built: Path) -> None:
+    assert tool.check(built) == []
+
+
+def change(notebook: Any, cell: int, **changes: Any) -> Any:
+    changed = copy.deepcopy(notebook)
+    changed.cells[cell].outputs[0].update(changes)
+    return changed
+
+
+def test_drift_is_found_with_its_lines(built: Path) -> None:
+    notebook = read(built)
+    (fault,) = tool.differences(notebook, change(notebook, 0, text="a 2\n"))
+    assert "cell prints" in fault
+    assert "-a 1" in fault
+    assert "+a 2" in fault
+    data = {**notebook.cells[2].outputs[0].data, "text/plain": "Explorable(x=1): 3"}
+    assert len(list(tool.differences(notebook, change(notebook, 2, data=data)))) == 1
+    never = copy.deepcopy(notebook)
+    never.cells[0].execution_count = None
+    assert "never executed" in next(tool.differences(never, notebook))
+
+
+def test_times_widgets_and_coordinates_are_no_drift(built: Path) -> None:
+    notebook = read(built)
+    assert list(tool.differences(notebook, change(notebook, 1, data={"text/plain": "0.0"}))) == []
+    data = dict(notebook.cells[2].outputs[0].data)
+    drawn = [{**data, "text/html": f"<p>1</p><svg><path d='{d}'/>\n</svg>", tool.WIDGET: {"model_id": d}} for d in "ab"]
+    pair = [change(notebook, 2, data=nbformat.from_dict(each)) for each in drawn]
+    assert list(tool.differences(*pair)) == []
+
+
+def test_the_command_fails_on_drift_and_on_leftovers(built: Path, tmp_path: Path) -> None:
+    notebook = change(read(built), 0, text="b\n")
+    notebook.metadata["widgets"] = {}
+    path = tmp_path / "91_drifted.ipynb"
+    nbformat.write(notebook, path)
+    command = [sys.executable, "-m", "tests.house.notebooks", "check", str(path)]
+    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert result.returncode == 1, result.stderr
+    assert "cell prints" in result.stdout
+    assert "build it" in result.stdout
