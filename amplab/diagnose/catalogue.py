@@ -1589,7 +1589,7 @@ _RANKS = (
                 _WRAPPED,
             )
         },
-        supersedes=("scale-differs-by-rank",),
+        supersedes=("scale-differs-by-rank", "weights-differ-by-rank"),
     ),
     CatalogueEntry(
         "scale-differs-by-rank",
@@ -1604,20 +1604,85 @@ _RANKS = (
                     "scaler.load_state_dict(saved['scaler'])  # on every rank, not only where rank == 0",
                     apex="amp.load_state_dict(saved['amp'])  # on every rank, not only where rank == 0",
                 ),
+            ),
+            "now": Case("The loss scales of the ranks differ: {scales}."),
+        },
+        supersedes=("weights-differ-by-rank",),
+    ),
+    CatalogueEntry(
+        "optimizer-differs-by-rank",
+        "The ranks update their weights with different settings",
+        ("error",),
+        {
+            "": Case(
+                "{when} {settings}.",
+                "The ranks make different updates of the same averaged gradients, so their weights differ.",
+                "optimizer = torch.optim.SGD(model.parameters(), lr=lr)  # the same settings on every rank\n"
+                "scheduler.step()  # on every rank, not only where rank == 0",
             )
         },
+        supersedes=("weights-differ-by-rank",),
+    ),
+    CatalogueEntry(
+        "weights-differ-by-rank",
+        "The weights of the ranks differ",
+        ("error",),
+        {
+            "": Case(
+                "{when} the weights of {differing} differ from those of {usual}.",
+                "DistributedDataParallel gives all ranks the same gradients and, when it wraps the model, the same "
+                "weights. Something else changes the weights of some ranks, such as a checkpoint that one rank loads.",
+                "for value in model.state_dict().values():  # after the last change of single ranks\n"
+                "    torch.distributed.broadcast(value, src=0)",
+            ),
+            "unwrapped": Case(
+                cause="No DistributedDataParallel was seen, which averages the gradients of all ranks. Without it each "
+                "rank trains a model of its own.",
+                remedy=_WRAPPED,
+            ),
+        },
+    ),
+    CatalogueEntry(
+        "rank-lost",
+        "A rank ended or hung, and others did not",
+        ("error", "note"),
+        {
+            "": Case(
+                "{lost} ended without closing its log; the last step in it is {last_step}.{others}{raised}",
+                "The process was killed, ran out of memory, or left by os._exit. The last quarter of a second before "
+                "that may be missing from its log.",
+                "# the output of this rank says why: torchrun --log-dir logs --redirects 3 ...\n"
+                "# on its host: dmesg | grep -i 'out of memory'",
+            ),
+            "hung": Case(
+                "{lost} still runs and writes nothing; the last step in its log is {last_step}.{others}{raised}",
+                "The others waited for it until the timeout of the process group: it hangs, or runs code that the "
+                "others do not.",
+                "# which line this rank is in: py-spy dump --pid PID",
+            ),
+            "all": Case(
+                "No rank has closed its log; the last step that all have is {last_step}.",
+                "The processes were ended from outside, all of them or one by one.",
+                "# keep the output of every rank: torchrun --log-dir logs --redirects 3 ...",
+            ),
+        },
+        supersedes_as_error=(),
     ),
     CatalogueEntry(
         "gradient-missing-on-a-rank",
         "Parameters get a gradient on some ranks only",
-        ("error",),
+        ("error", "note"),
         {
             "": Case(
                 "On rank {rank} the backward did not reach {missing}, first {tensor}; on other ranks it did.",
                 "DistributedDataParallel waits until every rank has a gradient of every parameter: training stops in "
                 "this step, or fails in the next one.",
                 "model = torch.nn.parallel.DistributedDataParallel(model, find_unused_parameters=True)",
-            )
+            ),
+            "unwrapped": Case(
+                cause="The doctor was given a model without DistributedDataParallel. Around it, the wrapper needs "
+                "find_unused_parameters=True; amp.initialize(combine_ddp=True) counts the gradient as zero.",
+            ),
         },
     ),
     CatalogueEntry(
@@ -1633,6 +1698,7 @@ _RANKS = (
                 'model, optimizer = amp.initialize(model, optimizer, opt_level="{level}")  # first\n' + _WRAPPED,
             )
         },
+        supersedes=("weights-differ-by-rank",),
     ),
     CatalogueEntry(
         "batchnorm-not-synchronized",

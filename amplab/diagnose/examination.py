@@ -26,7 +26,7 @@ from amplab.diagnose.catalogue import CATALOGUE
 from amplab.diagnose.finding import Finding, Findings
 from amplab.diagnose.first_nonfinite import Setting, explain, setting_of
 from amplab.diagnose.machine import MachineReport, machine_report
-from amplab.diagnose.observations import Observation
+from amplab.diagnose.observations import Observation, StepObservation
 from amplab.diagnose.observed_step.blame import blame
 from amplab.diagnose.observed_step.values import ObservedStep, observe_step
 from amplab.diagnose.ranking import ranked
@@ -40,7 +40,7 @@ from amplab.diagnose.rules.lost_gradients import gradients_lost_downstream
 from amplab.diagnose.rules.nonfinite import api_in_use, finding_of
 from amplab.diagnose.rules.parameters import nonfinite_buffers, parameter_findings
 from amplab.diagnose.rules.raised import Raised, finding_of_error
-from amplab.diagnose.rules.ranks import gradients_missing_on_a_rank, model_of_a_rank_findings
+from amplab.diagnose.rules.ranks import gradients_missing_on_a_rank, model_of_a_rank_findings, ranks_findings
 from amplab.diagnose.rules.run import run_findings
 from amplab.diagnose.rules.scaled_loss import loss_depends_on_scale
 from amplab.diagnose.rules.schedule import schedule_findings
@@ -56,9 +56,10 @@ from amplab.diagnose.rules.values import value_findings
 from amplab.diagnose.train_step.rehearse_loop import RecordingError, rehearse_loop
 from amplab.diagnose.train_step.schedules import schedulers_of
 from amplab.display.numbers import count, power
+from amplab.parallel.rank_state import RankState
 from amplab.parallel.ranks import texts_of_ranks, this_rank
 from amplab.policies import PrecisionPolicy
-from amplab.policies.nested_tensors import floating_tensors_in
+from amplab.policies.nested_tensors import samples_in
 from amplab.trace.argument_checks import check_loss_scale
 from amplab.trace.engines import compiled_functions_eagerly
 from amplab.trace.handed_step import (
@@ -171,8 +172,10 @@ def doctor(
             found = [*found, *(of_step if run is None else _with_skips(of_step, run))]
     found += (*parameter_findings(model, optimizers, observed), *nonfinite_buffers(model))
     found += updates_bound_to_be_lost(model, optimizers, observed)
-    found += model_of_a_rank_findings(model, _samples(batch), in_use.opt_level if isinstance(in_use, Session) else None)
-    of_ranks, silent = _compare_ranks(model, observed)
+    found += model_of_a_rank_findings(
+        model, samples_in(batch), in_use.opt_level if isinstance(in_use, Session) else None
+    )
+    of_ranks, silent = _compare_ranks(model, observed, optimizers, setting.loss_scale)
     found += of_ranks
     if train_step is not None:
         found += _examine_loop(model, train_step, optimizers, in_use, stateful)
@@ -180,26 +183,35 @@ def doctor(
     return replace(ranked(found), looked_at=looked_at)
 
 
-def _samples(batch: Any) -> int | None:
-    """Return the number of samples in a batch, None if it is unknown."""
-    tensors = floating_tensors_in(batch)
-    return next((len(each) for each in tensors if each.dim()), None)
-
-
-def _compare_ranks(model: nn.Module, observed: ObservedStep | None) -> tuple[list[Finding], list[str]]:
-    """Compare which parameters have a gradient on each rank; also return which ranks were not compared.
+def _compare_ranks(
+    model: nn.Module, observed: ObservedStep | None, optimizers: Sequence[Optimizer], loss_scale: float
+) -> tuple[list[Finding], list[str]]:
+    """Compare the ranks: which parameters have a gradient, loss scales, optimizers, weights.
 
     Every rank waits at most `_RANKS_WAIT` seconds for the others to call the doctor.
+
+    Returns:
+        The findings, and which ranks were not compared.
     """
-    if observed is None or this_rank() is None:
+    if this_rank() is None:
         return [], []
-    reached = {name for name, _ in observed.gradients}
-    own = [name for name, each in model.named_parameters() if each.requires_grad and name not in reached]
-    texts = texts_of_ranks("gradients", json.dumps(own), timeout=_RANKS_WAIT)
-    missing = {rank: json.loads(text) for rank, text in enumerate(texts) if text is not None}
+    reached = None if observed is None else {name for name, _ in observed.gradients}
+    trainable = [name for name, each in model.named_parameters() if each.requires_grad]
+    own = {
+        "missing": None if reached is None else [name for name in trainable if name not in reached],
+        "loss_scale": loss_scale,
+        "state": RankState.of(0, model, optimizers).as_dict(),
+    }
+    texts = texts_of_ranks("doctor", json.dumps(own), timeout=_RANKS_WAIT)
+    told = {rank: json.loads(text) for rank, text in enumerate(texts) if text is not None}
+    missing = {rank: each["missing"] for rank, each in told.items() if each["missing"] is not None}
+    runs = {rank: Observation((StepObservation(0, None, each["loss_scale"]),)) for rank, each in told.items()}
+    read = {rank: RankState.from_dict(each["state"]) for rank, each in told.items()}
+    found = ranks_findings(runs, {rank: [state] for rank, state in read.items() if state is not None})
+    if missing:
+        found += gradients_missing_on_a_rank(missing, model)
     silent = [f"rank {rank}" for rank, text in enumerate(texts) if text is None]
-    said = f"not looked at: {', '.join(silent)}; call amplab.doctor on every rank" if silent else ""
-    return [*gradients_missing_on_a_rank(missing, model)], [said] if said else []
+    return found, [f"not looked at: {', '.join(silent)}; call amplab.doctor on every rank"] if silent else []
 
 
 def _looked_at(

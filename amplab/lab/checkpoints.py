@@ -28,15 +28,11 @@ from pathlib import Path
 from amplab.amp.run_state.file_format import RunStateError, read_run_state
 from amplab.lab.config import ExperimentConfig
 from amplab.lab.experiment import Experiment
+from amplab.lab.log_lock import hold, is_held
 from amplab.lab.rank_exchange import RankExchange
 from amplab.lab.rank_logs import rank_log
 from amplab.lab.run_log import free_path, launch_of
 from amplab.parallel.ranks import Rank
-
-try:
-    import fcntl
-except ImportError:  # Windows: a run in another kernel is offered, too, and continues there as well
-    fcntl = None  # type: ignore[assignment]
 
 __all__ = ["EVERY_SECONDS", "KEPT", "Checkpoint", "Checkpoints", "checkpoint_of_launch", "last_checkpoint"]
 
@@ -201,7 +197,7 @@ def last_checkpoint(folder: Path) -> Checkpoint | None:
             if time.time() - path.stat().st_mtime > LONGEST_AGO:
                 return None
             log = path.with_suffix(".jsonl")
-            if not log.is_file() or _is_locked(log):
+            if not log.is_file() or is_held(log):  # on Windows a run in another kernel is offered, too
                 continue
             return _read(path)
     return None
@@ -226,23 +222,6 @@ def _prune(folder: Path) -> None:
 
 def _hold(log: Path) -> None:
     """Lock a log until this process ends, in whatever way."""
-    if fcntl is None or log in _held:
-        return
-    _held[log] = os.open(log, os.O_RDONLY)
-    with suppress(OSError):  # as on some network drives
-        fcntl.flock(_held[log], fcntl.LOCK_EX | fcntl.LOCK_NB)
-
-
-def _is_locked(log: Path) -> bool:
-    if fcntl is None:
-        return False
-    descriptor = os.open(log, os.O_RDONLY)
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return True
-    except OSError:
-        return False
-    finally:
-        os.close(descriptor)
-    return False
+    if log not in _held:
+        _held[log] = os.open(log, os.O_RDONLY)
+        hold(_held[log])

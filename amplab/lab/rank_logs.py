@@ -11,6 +11,7 @@ skipped                  whether one of them skipped
 first_nonfinite          "rank 1: fc.weight" if it is known on which rank the gradient was not finite
 seconds                  of the slowest
 explanations             those of the ranks that were not finite, with the rank
+findings in a step       those of all ranks, with the rank if not every rank has them
 changes                  also where ranks begin to differ that must be equal, so that charts mark it
 everything else          of the first rank that has the step
 =======================  ====================================================================================
@@ -23,12 +24,13 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
+from amplab.diagnose import Finding
 from amplab.display.numbers import count, number, power
 from amplab.display.table import Column, Table
 from amplab.lab.changes import RunChange
@@ -36,7 +38,17 @@ from amplab.lab.events import StepRecord, StepRow
 from amplab.lab.history import History, row_of
 from amplab.lab.skip_explanation import SkipExplanation
 
-__all__ = ["EQUAL_COLUMNS", "RankDifference", "joined", "rank_differences", "rank_log", "rank_logs", "rank_table"]
+__all__ = [
+    "EQUAL_COLUMNS",
+    "RankDifference",
+    "findings_of_ranks",
+    "is_rank_log",
+    "joined",
+    "rank_differences",
+    "rank_log",
+    "rank_logs",
+    "rank_table",
+]
 
 EQUAL_COLUMNS = ("loss_scale", "next_loss_scale", "skipped", "opt_level")
 """The columns that are equal on every rank in a run that goes well."""
@@ -80,6 +92,31 @@ def rank_logs(folder: Path) -> dict[int, Path]:
     """Return the logs in a folder by rank, in order."""
     found = ((_NAME.fullmatch(path.name), path) for path in folder.iterdir())
     return dict(sorted((int(match[1]), path) for match, path in found if match))
+
+
+def is_rank_log(path: Path) -> bool:
+    """Return whether a log is that of one rank of several."""
+    return _NAME.fullmatch(path.name) is not None
+
+
+def findings_of_ranks(found: Mapping[int, Sequence[tuple[int, Finding]]]) -> list[tuple[int, Finding]]:
+    """Return (step, finding) of all ranks, by step; a finding that some ranks do not have says on which rank it is.
+
+    >>> nan = Finding("data-nonfinite", "error", "The batch holds NaN.", "why", "code")
+    >>> [each.symptom for _, each in findings_of_ranks({0: [], 1: [(3, nan)]})]
+    ['On rank 1: The batch holds NaN.']
+    """
+    owners: dict[tuple[str, ...], set[int]] = {}
+    for rank, own in found.items():
+        for _, each in own:
+            owners.setdefault((each.name, each.module, each.op), set()).add(rank)
+
+    def told(rank: int, each: Finding) -> Finding:
+        is_shared = len(owners[each.name, each.module, each.op]) == len(found)
+        return each if is_shared else replace(each, symptom=f"On rank {rank}: {each.symptom}")
+
+    named = [(step, told(rank, each)) for rank, own in found.items() for step, each in own]
+    return sorted(named, key=lambda each: each[0])
 
 
 def joined(histories: Mapping[int, History]) -> History:

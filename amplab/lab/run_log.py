@@ -5,12 +5,13 @@
     {"event": "config", "step": 120, "config": "amplab/1 task=digits model=mlp opt_level=O2"}
 
 The first line is the header. Of several processes that train together each writes a log of its own, see `rank_logs`,
-and the header also has "rank", "world_size" and "launch". An array is a step, in the order of "columns". An object is
-an event: a changed config, an injection, a finding, why a step was skipped, a histogram of the gradients, the bytes
-that training holds, a restart, or the scales of a step whose backwards had different ones. Every line is valid JSON:
-NaN and inf are the words "nan", "inf" and "-inf", and a missing loss is null (up to format 2 it was "nan" too). Lines
-reach the operating system at least four times a second; a killed process loses less than that, and its last line may
-be cut off.
+and the header also has "rank", "world_size", "launch" and "held": the process locks its log while it writes it. An
+array is a step, in the order of "columns". An object is an event: a changed config, an injection, a finding, why a step
+was skipped, a histogram of the gradients, the bytes that training holds, a restart, or the scales of a step whose
+backwards had different ones; of one rank of several also its state, to compare the ranks, and "end", that the log was
+closed. Every line is valid JSON: NaN and inf are the words "nan", "inf" and "-inf", and a missing loss is null (up to
+format 2 it was "nan" too). Lines reach the operating system at least four times a second; a killed process loses less
+than that, and its last line may be cut off.
 """
 
 from __future__ import annotations
@@ -18,10 +19,12 @@ from __future__ import annotations
 import json
 import math
 import os
+import platform
 import tempfile
 import time
 import weakref
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import asdict, dataclass, fields, replace
 from datetime import UTC, datetime
 from os import PathLike
@@ -32,8 +35,8 @@ import numpy as np
 
 from amplab import __version__
 from amplab.amp import MemoryUse
-from amplab.diagnose import Findings, WhatIf, WhatIfs, run_findings
-from amplab.diagnose.rules.ranks import ranks_findings
+from amplab.diagnose import Finding, Findings, WhatIf, WhatIfs, run_findings
+from amplab.diagnose.rules.ranks import RankEnd, rank_lost, ranks_findings
 from amplab.display.table import Table
 from amplab.formats import ExponentHistogram
 from amplab.lab.changes import config_changes, fault_change, restart_change, start_change
@@ -41,9 +44,20 @@ from amplab.lab.config import ExperimentConfig
 from amplab.lab.events import GradientSample, LayerShares, MixedScales, StepRecord, StepRow
 from amplab.lab.findings import finding_from_log, observed_run, with_explained
 from amplab.lab.history import COLUMNS, History, row_of
-from amplab.lab.rank_logs import RankDifference, joined, rank_differences, rank_log, rank_logs, rank_table
+from amplab.lab.log_lock import hold, is_held
+from amplab.lab.rank_logs import (
+    RankDifference,
+    findings_of_ranks,
+    is_rank_log,
+    joined,
+    rank_differences,
+    rank_log,
+    rank_logs,
+    rank_table,
+)
 from amplab.lab.skip_explanation import SkipExplanation
 from amplab.lab.watched_run import WatchedRun
+from amplab.parallel.rank_state import RankState
 from amplab.parallel.ranks import Rank
 from amplab.scalers import ScaleRule
 
@@ -146,10 +160,11 @@ class RunLog:
         self._file = path.open("a" if is_continued else "x", encoding="utf-8", newline="\n")
         self._closed_with_me = weakref.finalize(self, self._file.close)
         self._flushed = time.monotonic()
+        is_held = is_rank_log(path) and hold(self._file.fileno())
         if is_continued:
             return
         header = {"amplab_run": FORMAT, "amplab": __version__, "started": datetime.now(UTC).isoformat("T", "seconds")}
-        place = {} if rank is None else asdict(rank)
+        place = {} if rank is None else {**asdict(rank), "held": _held_by(path) if is_held else ["", 0]}
         self._write({**header, **place, "config": str(config), "columns": list(COLUMNS)})
         self.flush()
 
@@ -191,10 +206,21 @@ class RunLog:
         self._file.writelines(_encode(_entries(row)) + "\n" for row in fresh)
         self._file.flush()
 
-    def close(self) -> None:
-        """Flush and close; no effect if closed already."""
+    def keep_state(self, state: RankState) -> None:
+        """Write the state of this rank as an event."""
+        self.note("state", **state.as_dict())
+
+    def close(self, *, steps: int = 0, raised: str = "") -> None:
+        """Flush and close; no effect if closed already. The log of a rank then says that it ended in order.
+
+        Args:
+            steps: the number of its steps.
+            raised: the exception that ended the loop, in words; "" for none.
+        """
         if not self._file.closed:
             try:
+                if is_rank_log(self.path):
+                    self.note("end", step=steps, raised=raised)
                 self.flush()
             finally:
                 self._file.close()
@@ -219,6 +245,7 @@ class Run:
         rank: Of the process that wrote the log; None for one process, and for the joined run of several.
         world_size: The number of processes that trained together.
         ranks: The runs of the single ranks, in order, if this is the run that they are together; see `rank_logs`.
+        held: Host and inode of a rank's log, which its process locks while it writes it; ("", 0) if it could not.
     """
 
     path: Path
@@ -232,15 +259,48 @@ class Run:
     rank: int | None = None
     world_size: int = 1
     ranks: tuple[Run, ...] = ()
+    held: tuple[str, int] | None = None
 
     def findings(self) -> Findings:
         """Return what the rules find in the run, with the explanations of its skipped steps, the worst first."""
-        events = [event for event in self.events if event["event"] == "finding"]
-        explained = [(event["step"], finding_from_log(event["finding"])) for event in events]
-        found = run_findings(observed_run(self.history, self.last_config))
+        found = list(run_findings(observed_run(self.history, self.last_config)))
+        explained = self.explained
         if self.ranks:
-            found += ranks_findings({r: observed_run(each, self.last_config) for r, each in self.by_rank.items()})
+            found += ranks_findings(
+                {r: observed_run(each, self.last_config) for r, each in self.by_rank.items()},
+                {each.rank or 0: each.states for each in self.ranks},
+            )
+            found += rank_lost({each.rank or 0: each.end for each in self.ranks})
+            explained = findings_of_ranks({each.rank or 0: each.explained for each in self.ranks})
         return with_explained(found, explained, [record.step for record in self.history.skips()])
+
+    @property
+    def explained(self) -> list[tuple[int, Finding]]:
+        """The findings in single steps, each with its step."""
+        events = [event for event in self.events if event["event"] == "finding"]
+        return [(event["step"], finding_from_log(event["finding"])) for event in events]
+
+    @property
+    def states(self) -> list[RankState]:
+        """The states of this rank, for a comparison with others."""
+        read = (RankState.from_dict(event) for event in self.events if event["event"] == "state")
+        return [state for state in read if state is not None]
+
+    @property
+    def end(self) -> RankEnd:
+        """How the log of one rank ends; "unknown" if a process on another host may still write it."""
+        steps, quiet = len(self.history), 0.0
+        with suppress(OSError):
+            quiet = max(0.0, time.time() - self.path.stat().st_mtime)
+        last = self.events[-1] if self.events else {"event": ""}
+        if (last["event"], last.get("step")) == ("end", steps):
+            return RankEnd(steps, "closed", str(last.get("raised", "")), quiet)
+        if self.held is None:  # of an earlier version, or of one process
+            return RankEnd(steps, "running")
+        with suppress(OSError):
+            if self.held == tuple(_held_by(self.path)):
+                return RankEnd(steps, "running" if is_held(self.path) else "lost", quiet=quiet)
+        return RankEnd(steps, "unknown", quiet=quiet)
 
     @property
     def differences(self) -> tuple[RankDifference, ...]:
@@ -312,7 +372,13 @@ def load_run(path: str | os.PathLike[str]) -> Run:
         version=str(header.get("amplab", "")),
         rank=header.get("rank"),
         world_size=header.get("world_size", 1),
+        held=tuple(header["held"]) if isinstance(header.get("held"), list) else None,
     )
+
+
+def _held_by(path: Path) -> list[str | int]:
+    """Return what tells a log from a copy of it elsewhere: the host and the inode."""
+    return [platform.node(), path.stat().st_ino]
 
 
 def launch_of(path: Path) -> tuple[str, int]:

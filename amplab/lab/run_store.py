@@ -9,6 +9,7 @@ from collections import deque
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import asdict
+from functools import partial
 from os import PathLike
 from pathlib import Path
 
@@ -23,6 +24,7 @@ from amplab.lab.rank_logs import rank_log
 from amplab.lab.run_log import RunLog, free_path, load_run, new_path
 from amplab.lab.skip_explanation import ExplanationBudget, SkipExplanation
 from amplab.lab.watched_run import WatchedRun
+from amplab.parallel.rank_state import RankState
 from amplab.parallel.ranks import agreed_text, this_rank
 
 __all__ = ["RunStore"]
@@ -167,10 +169,19 @@ class RunStore:
         if self._wanted is not None and self._log is not None:
             self._write(self._wanted, RunLog.flush)
 
-    def close(self) -> None:
-        """Flush and close the log; later steps are kept in memory only."""
+    def keep_state(self, state: RankState) -> None:
+        """Write the state of this rank to the log, for a comparison of the ranks."""
+        if self._wanted is not None:
+            self._write(self._wanted, RunLog.keep_state, state)
+
+    def close(self, raised: str = "") -> None:
+        """Flush and close the log; later steps are kept in memory only.
+
+        Args:
+            raised: the exception that ended the loop, in words; "" for none.
+        """
         if self._wanted is not None and self._log is not None:
-            self._write(self._wanted, RunLog.close)
+            self._write(self._wanted, partial(RunLog.close, steps=len(self.history), raised=raised))
         self._wanted = self._log = None
 
     def reopen(self) -> None:

@@ -69,6 +69,7 @@ class StepRerun:
     Attributes:
         is_possible: whether a step can run again: there is a loss or a step, and batches are known.
         at_work: whether a step is running again now.
+        wrappers: DistributedDataParallel around the model, as far as the loop has shown it.
     """
 
     def __init__(self, model: nn.Module, loss: Loss | None, step: Loss | None, scaler: Scaler | None) -> None:
@@ -82,7 +83,7 @@ class StepRerun:
         self._loop_in_autocast: bool | None = None  # around the model's forward, as far as it is known
         casts_itself = isinstance(scaler, Session)  # a session casts when a step runs again too
         sees = self._runs_again and (not casts_itself or this_rank() is not None)
-        self._wrappers: list[DistributedDataParallel] = []  # around the model that the watch got
+        self.wrappers: list[DistributedDataParallel] = []  # around the model that the watch got
         self._hook = model.register_forward_pre_hook(self._see_loop) if sees else None
 
     def end(self) -> None:
@@ -132,7 +133,7 @@ class StepRerun:
         if exchanging := exchanges_in_forward(self._model):
             raise CannotRunAgain(f"{exchanging} exchanges values with the other ranks in its forward.")
         for begun in tuple(self._begun):
-            alone = on_this_rank_alone(self._model, self._wrappers)
+            alone = on_this_rank_alone(self._model, self.wrappers)
             with self._as_it_began(begun.random), alone, self._inside_autocast_as_the_loop():
                 found = self._first_nonfinite(begun.batch, loss_scale)
             if found is not None:
@@ -143,7 +144,7 @@ class StepRerun:
         """Note once whether the loop calls the model in an autocast region, and by which wrapper."""
         if not self.at_work and model.training and torch.is_grad_enabled():
             self._loop_in_autocast = not isinstance(self._scaler, Session) and _in_autocast(model)
-            self._wrappers = data_parallel(model)
+            self.wrappers = data_parallel(model)
             self.end()
 
     @contextmanager

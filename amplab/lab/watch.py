@@ -23,6 +23,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from os import PathLike
+from textwrap import shorten
 from types import ModuleType
 from typing import Any, TypeVar
 
@@ -44,6 +45,7 @@ from amplab.lab.findings import LOOK_BACK, observed_run, with_explained
 from amplab.lab.gradient_measure import GradientMeasure
 from amplab.lab.history import History, recorded
 from amplab.lab.idle_optimizers import IdleOptimizers
+from amplab.lab.rank_watch import RankWatch
 from amplab.lab.run_log import check_writable
 from amplab.lab.run_store import RunStore
 from amplab.lab.scale_probe import ScaledStep, probe_of
@@ -52,7 +54,8 @@ from amplab.lab.step_check import StepCheck
 from amplab.lab.step_look import StepLook
 from amplab.lab.step_rerun import CannotRunAgain, StepRerun
 from amplab.lab.tensorboard_scalars import TensorBoardScalars
-from amplab.lab.watched_run import WatchedRun
+from amplab.lab.watched_run import NO_LEVEL, WatchedRun
+from amplab.policies.nested_tensors import samples_in
 from amplab.trace import Trace
 from amplab.trace.argument_checks import check_values
 from amplab.trace.handed_step import (
@@ -107,6 +110,8 @@ class Watch:
         self._check: StepCheck | None = None
         self._look = StepLook(model, optimizers, self._probe, self._store.find, self._fail)
         self._failures: list[str] = []
+        self._ranks = RankWatch(model, optimizers, self._store, wrappers=lambda: self._rerun.wrappers, fail=self._fail)
+        self._batch_size: int | None = None
         self._subscribers: list[Callable[[StepRecord], object]] = []
         self._ends: list[Callable[[], None]] = []
         self._hooks = _Hooks(
@@ -134,14 +139,16 @@ class Watch:
         self._ends += [self._hooks.end, self._idle.follow(), self._probe.follow(self._optimizers[0], self._take)]
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _trace: object) -> None:
         """Remove the hooks and close the log."""
         self._look.batch_ends()
         for end in reversed(self._ends):  # the probe first: it may report a last step
             end()
         self._look.end()
         self._ends = []
-        self._store.close()
+        raised = "" if kind is None else shorten(f"{kind.__name__}: {error}", 120, placeholder="…")
+        self._ranks.end(raised)
+        self._store.close(raised)
         self._rerun.end()
         if self._check is not None:
             self._check.end()
@@ -160,6 +167,8 @@ class Watch:
             for batch in loader:
                 self._probe.at_forward()  # the step before is over
                 self._rerun.remember(batch)
+                if self._steps == 0:
+                    self._batch_size = samples_in(batch)
                 self._look.batch_begins(batch)
                 yield batch
                 self._look.batch_ends()
@@ -224,8 +233,9 @@ class Watch:
         found = (*run_findings(self.observation), *self._idle.findings(self._model, self._probe.kind, self._steps))
         of_weights = (*nonfinite_buffers(self._model), *adam_on_half(self._model, self._optimizers))
         skips = [record.step for record in self.history.skips()]
-        ranked = with_explained((*found, *of_weights), self._store.found, skips)
-        return replace(ranked, looked_at=tuple(self._looked_at()))
+        of_ranks, explained, compared = self._ranks.findings(self.observation)
+        ranked = with_explained((*found, *of_ranks, *of_weights), explained, skips)
+        return replace(ranked, looked_at=(*self._looked_at(), *compared))
 
     def _looked_at(self) -> Iterator[str]:
         """What was examined, and what to pass for the rest."""
@@ -318,6 +328,8 @@ class Watch:
         if outcome.skipped or self._skips_in_a_row or self._check is not None:
             self._explain_skip(recorded(row))
         self._rerun.forget()
+        level = self.config.opt_level
+        self._ranks.after_step(row[0], batch_size=self._batch_size, level=None if level == NO_LEVEL else level)
         if self._subscribers or self._scalars is not None:
             self._publish(recorded(row))
 

@@ -1,8 +1,8 @@
 """Which of the processes that train together this one is, and how a tool runs on one of them without the others.
 
 A collective waits for every rank, so a tool that runs on one rank only, such as a watch on rank 0, must not call one.
-`agreed_text` and `texts_of_ranks` use the key-value store of the process group instead; `on_this_rank_alone` runs a
-step without the exchange of DistributedDataParallel.
+`agreed_text`, `texts_of_ranks` and `PostedTexts` use the key-value store of the process group instead;
+`on_this_rank_alone` runs a step without the exchange of DistributedDataParallel.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 __all__ = [
+    "PostedTexts",
     "Rank",
     "agreed_text",
     "data_parallel",
@@ -95,6 +96,33 @@ def texts_of_ranks(name: str, own: str, *, timeout: float) -> Sequence[str | Non
     with suppress(dist.DistError):  # those that are there are returned
         store.wait(keys, timedelta(seconds=timeout))
     return [store.get(key).decode() if store.check([key]) else None for key in keys]
+
+
+class PostedTexts:
+    """A text of each rank that the others can read at any time, in the store of the process group. Nothing waits.
+
+    The n-th object of each rank under one name belongs together.
+
+    Args:
+        name: what is posted.
+
+    Raises:
+        RuntimeError: there is no process group.
+    """
+
+    def __init__(self, name: str) -> None:
+        number = _store().add(f"amplab/{name}/objects of rank {dist.get_rank()}", 1)
+        self._key = f"amplab/{name}/{number}"
+
+    def post(self, text: str) -> None:
+        """Replace the text of this rank. Raises RuntimeError: there is no process group, or its store has ended."""
+        _store().set(f"{self._key}/rank {dist.get_rank()}", text)
+
+    def read(self) -> dict[int, str]:
+        """Return the texts of the other ranks that have posted one. Raises RuntimeError: as `post`."""
+        store, own = _store(), dist.get_rank()
+        keys = {rank: f"{self._key}/rank {rank}" for rank in range(dist.get_world_size()) if rank != own}
+        return {rank: store.get(key).decode() for rank, key in keys.items() if store.check([key])}
 
 
 def data_parallel(model: nn.Module) -> list[DistributedDataParallel]:

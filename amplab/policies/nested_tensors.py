@@ -47,6 +47,15 @@ def floating_tensors_in(value: Any) -> list[Tensor]:
     return [tensor for tensor in tensors_in(value) if tensor.is_floating_point()]
 
 
+def samples_in(batch: Any) -> int | None:
+    """Return the number of samples in a batch, None if it is unknown.
+
+    >>> samples_in((torch.ones(4, 3), torch.tensor([0, 1, 1, 0])))
+    4
+    """
+    return next((len(each) for each in floating_tensors_in(batch) if each.dim()), None)
+
+
 def named_tensors_in(value: Any, name: str) -> Iterator[tuple[str, Tensor]]:
     """Yield each tensor of a structure with the expression that leads to it.
 

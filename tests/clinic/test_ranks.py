@@ -14,6 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from amplab import GradScaler, amp, doctor, watch
 from amplab.cli import main
+from amplab.diagnose import Findings
 from amplab.lab import load_run, run_csv
 from amplab.lab.html_report import report_html
 from amplab.parallel import DistributedDataParallel as ApexDDP
@@ -42,7 +43,7 @@ def averaged(model: nn.Module) -> None:
         torch.distributed.all_reduce(parameter.grad.div_(torch.distributed.get_world_size()))
 
 
-def skips_that_differ(rank: int, folder: Path, *, broken: bool) -> None:
+def skips_that_differ(rank: int, folder: Path, *, broken: bool) -> list[str]:
     """The scaler of each rank checks the gradients of that rank, and only then they are averaged by hand."""
     model = mlp()
     wrapped = model if broken else DistributedDataParallel(model)
@@ -57,9 +58,10 @@ def skips_that_differ(rank: int, folder: Path, *, broken: bool) -> None:
                 averaged(model)
             scaler.step(optimizer)
             scaler.update()
+    return texts_of(w.findings())
 
 
-def a_scaler_restored_on_one_rank(rank: int, folder: Path, *, broken: bool) -> None:
+def a_scaler_restored_on_one_rank(rank: int, folder: Path, *, broken: bool) -> list[str]:
     model = mlp()
     wrapped = DistributedDataParallel(model)
     optimizer, scaler = torch.optim.SGD(model.parameters(), lr=0.01), GradScaler("cpu", init_scale=256.0)
@@ -72,6 +74,54 @@ def a_scaler_restored_on_one_rank(rank: int, folder: Path, *, broken: bool) -> N
             scaler.scale(w.loss(wrapped(batch).square().mean())).backward()
             scaler.step(optimizer)
             scaler.update()
+    return texts_of(w.findings())
+
+
+def watched(rank: int, folder: Path, forward: nn.Module, optimizer: torch.optim.Optimizer) -> list[str]:
+    with watch(forward, optimizer, log=folder) as w:
+        for batch in data(rank):
+            optimizer.zero_grad()
+            w.loss(forward(batch).square().mean()).backward()
+            optimizer.step()
+    return texts_of(w.findings())
+
+
+def each_rank_for_itself(rank: int, folder: Path, *, broken: bool) -> list[str]:
+    """The same weights at the start, and gradients that nobody averages."""
+    model = mlp()
+    wrapped = model if broken else DistributedDataParallel(model)
+    return watched(rank, folder, wrapped, torch.optim.SGD(model.parameters(), lr=0.01))
+
+
+def another_rate_on_one_rank(rank: int, folder: Path, *, broken: bool) -> list[str]:
+    model = DistributedDataParallel(mlp())
+    rate = 0.002 if broken and rank == 1 else 0.01
+    return watched(rank, folder, model, torch.optim.SGD(model.parameters(), lr=rate))
+
+
+def weights_loaded_on_one_rank(rank: int, folder: Path, *, broken: bool) -> list[str]:
+    model = mlp()
+    wrapped = DistributedDataParallel(model)
+    if broken and rank == 1:
+        with torch.no_grad():
+            model[0].weight.mul_(1.5)
+    return watched(rank, folder, wrapped, torch.optim.Adam(model.parameters(), lr=0.01))
+
+
+def averaged_now_and_then(rank: int, folder: Path) -> list[str]:
+    """Local SGD: the weights differ between two averages, on purpose."""
+    model = mlp()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+
+    def average(*_: object) -> None:
+        average.steps += 1
+        if average.steps % 2 == 0:
+            for parameter in model.parameters():
+                torch.distributed.all_reduce(parameter.data.div_(torch.distributed.get_world_size()))
+
+    average.steps = 0
+    optimizer.register_step_post_hook(average)
+    return watched(rank, folder, model, optimizer)
 
 
 class TwoHeads(nn.Module):
@@ -87,10 +137,9 @@ class TwoHeads(nn.Module):
 
 
 def a_parameter_of_one_rank(rank: int, _folder: Path, *, broken: bool) -> list[str]:
-    model = DistributedDataParallel(TwoHeads())
+    model = DistributedDataParallel(TwoHeads(), find_unused_parameters=not broken)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-    second = broken and rank == 1
-    return found_by_doctor(model, data(rank)[0], optimizer, lambda x: model(x, second).square().mean())
+    return found_by_doctor(model, data(rank)[0], optimizer, lambda x: model(x, rank == 1).square().mean())
 
 
 def wrapped_too_early(rank: int, _folder: Path, *, broken: bool) -> list[str]:
@@ -112,15 +161,41 @@ def statistics_of_one_rank(rank: int, _folder: Path, *, broken: bool) -> list[st
     return found_by_doctor(wrapped, data(rank, samples=4)[0], optimizer, lambda x: wrapped(x).square().mean())
 
 
-def found_by_doctor(model, batch, optimizer, loss_of) -> list[str]:
+def another_scale(rank: int, _folder: Path, *, broken: bool) -> list[str]:
+    model = DistributedDataParallel(mlp())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    scaler = GradScaler("cpu", init_scale=256.0 if broken and rank == 1 else 1024.0)
+    return found_by_doctor(model, data(rank)[0], optimizer, lambda x: model(x).square().mean(), scaler=scaler)
+
+
+def other_weights(rank: int, _folder: Path, *, broken: bool) -> list[str]:
+    """Each rank begins with weights of its own, and nothing has made them equal."""
+    torch.manual_seed(rank)
+    model: nn.Module = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 1))
+    wrapped = model if broken else DistributedDataParallel(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    return found_by_doctor(wrapped, data(rank)[0], optimizer, lambda x: wrapped(x).square().mean())
+
+
+def found_by_doctor(model, batch, optimizer, loss_of, scaler=None) -> list[str]:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        found = doctor(model, batch, step=loss_of, optimizer=optimizer)
+        return texts_of(doctor(model, batch, step=loss_of, optimizer=optimizer, scaler=scaler))
+
+
+def texts_of(found: Findings) -> list[str]:
     return [f"{each.name}: {each.symptom}\n{each.remedy}" for each in found.harmful]
 
 
-WATCHED = {"ranks-skip-differently": skips_that_differ, "scale-differs-by-rank": a_scaler_restored_on_one_rank}
+WATCHED = {
+    "ranks-skip-differently": skips_that_differ,
+    "scale-differs-by-rank": a_scaler_restored_on_one_rank,
+    "weights-differ-by-rank": each_rank_for_itself,
+    "optimizer-differs-by-rank": another_rate_on_one_rank,
+}
 EXAMINED = {
+    "scale-differs-by-rank": another_scale,
+    "weights-differ-by-rank": other_weights,
     "gradient-missing-on-a-rank": a_parameter_of_one_rank,
     "wrapped-before-initialize": wrapped_too_early,
     "batchnorm-not-synchronized": statistics_of_one_rank,
@@ -128,12 +203,16 @@ EXAMINED = {
 
 
 def every_case(rank: int, folder: Path) -> dict[tuple[str, bool], list[str]]:
-    cases = {**WATCHED, **EXAMINED}
-    return {
-        (name, broken): case(rank, folder / f"{name}-{broken}", broken=broken) or []
-        for name, case in cases.items()
-        for broken in (True, False)
+    told = {("local SGD", False): averaged_now_and_then(rank, folder / "local")}
+    loaded = "weights loaded"
+    told |= {(loaded, b): weights_loaded_on_one_rank(rank, folder / f"{loaded}-{b}", broken=b) for b in (True, False)}
+    told |= {
+        (name, b): case(rank, folder / "examined", broken=b) for name, case in EXAMINED.items() for b in (True, False)
     }
+    for name, case in WATCHED.items():
+        for broken in (True, False):
+            told[f"watched {name}", broken] = case(rank, folder / f"{name}-{broken}", broken=broken)
+    return told
 
 
 @pytest.fixture(scope="module")
@@ -167,14 +246,38 @@ def test_the_logs_of_all_ranks_say_what_the_run_has(trained, name, capsys):
     run = load_run(broken)
     found = run.findings()
     assert found[0].name == name, str(found)
-    assert run.differences
-    assert "≠" in str(run.rank_table())
+    if name in ("ranks-skip-differently", "scale-differs-by-rank"):
+        assert run.differences
+        assert "≠" in str(run.rank_table())
     assert not load_run(healthy).findings().harmful
     assert load_run(healthy).differences == ()
     assert main(["doctor", str(broken)]) == 1
     printed = capsys.readouterr().out
     assert found[0].symptom.split(";")[0][:60] in " ".join(printed.split())
     assert main(["doctor", str(healthy)]) == 0
+
+
+@pytest.mark.parametrize("name", WATCHED)
+def test_a_watch_tells_every_rank_while_it_trains(trained, name):
+    for told in trained[1]:
+        assert told[f"watched {name}", True][0].startswith(name)
+        assert not told[f"watched {name}", False]
+
+
+def test_the_first_step_and_the_rank_that_differ_are_named(trained):
+    told = trained[1][0]
+    assert told["watched weights-differ-by-rank", True][0].startswith(
+        "weights-differ-by-rank: After step 0 the weights of rank 1 differ from those of rank 0."
+    )
+    assert "the learning rate is 0.01 on rank 0, 0.002 on rank 1" in told["watched optimizer-differs-by-rank", True][0]
+    assert told["weights loaded", True][0].startswith("weights-differ-by-rank")
+    assert "2^10 on rank 0, 2^8 on rank 1" in told["scale-differs-by-rank", True][0]
+
+
+def test_weights_that_are_averaged_now_and_then_are_no_finding(trained):
+    assert [told["local SGD", False] for told in trained[1]] == [[], []]
+    assert not load_run(next((trained[0] / "local").iterdir())).findings().harmful
+    assert [told["weights loaded", False] for told in trained[1]] == [[], []]
 
 
 def test_pages_and_tables_show_a_line_for_each_rank_and_mark_where_they_differ(trained):

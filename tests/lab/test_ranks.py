@@ -57,6 +57,8 @@ def with_scaler(rank: int, folder: Path, watch_wrapped: bool) -> list[list[float
             scaler.scale(loss).backward()
             scaler.step(optimizer)
             scaler.update()
+            if w.log_path is not None and len(w.history) == STEPS - 1:  # a rank that still runs is not lost
+                assert not load_run(Path(w.log_path).parent).findings().named("rank-lost")
     assert not w.failures, w.failures
     return [param.tolist() for param in model.parameters()]
 
@@ -131,6 +133,15 @@ def opened(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Run]:
 
 
 @pytest.mark.parametrize("name", ["wrapped", "inner", "O2"])
+def test_the_joined_run_says_what_a_watch_says(opened, name):
+    found = opened[name].findings()
+    assert not found.named("rank-lost")
+    (batchnorm,) = found.named("batchnorm-not-synchronized")
+    assert batchnorm.evidence["batch_size"] == 4
+    assert any(each.symptom.startswith("On rank 1: ") for each in found), str(found)
+
+
+@pytest.mark.parametrize("name", ["wrapped", "inner", "O2"])
 def test_every_rank_skips_what_one_of_them_overflows(opened, name):
     run = opened[name]
     assert [each.history.skipped_steps() for each in run.ranks] == [[BAD_STEP], [BAD_STEP]]
@@ -194,6 +205,10 @@ def test_the_log_and_the_checkpoint_of_a_rank_that_dies_load(tmp_path):
     assert "Connection" in alive.error  # of gloo, at once: not after the timeout of the process group
     run = load_run(tmp_path / "run")
     assert [len(each.history) for each in run.ranks] == [BAD_STEP + 1, BAD_STEP + 1]
+    (lost,) = run.findings().named("rank-lost")
+    assert (lost.evidence["rank"], lost.evidence["last_step"]) == (1, BAD_STEP)
+    assert (lost.severity, lost.certainty) == ("error", "certain")
+    assert "Rank 0 stopped: RuntimeError" in lost.symptom
     for rank in range(2):
         model = net()
         state = amp.load_run_state(tmp_path / f"rank-{rank}.pt", model=model)
