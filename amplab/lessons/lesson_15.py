@@ -196,7 +196,8 @@ def is_a_remedy(eps: float, **arguments: Any) -> bool:
 def check_smallest_eps(answer: float) -> str | None:
     """The smallest power of two that works as `eps` of the attention under O1.
 
-    Right: It is the smallest number of half above zero; everything smaller rounds to it or to zero.
+    Right:
+        It is the smallest number of half above zero; everything smaller rounds to it or to zero.
     """
     if isinstance(answer, bool) or not isinstance(answer, (int, float)) or not answer > 0:
         return f"{answer!r} is not a number above 0; write a power of two such as 2.0**-10."
@@ -213,7 +214,8 @@ def check_smallest_eps(answer: float) -> str | None:
 def check_remedies(answer: Collection[str]) -> str | None:
     """The changes of `CHANGES` with which the translator trains; each one is tried.
 
-    Right: A remedy changes the number or its format; the loss scale never was the cause.
+    Right:
+        A remedy changes the number or its format; the loss scale never was the cause.
     """
     if isinstance(answer, str) or not isinstance(answer, Collection):
         return f"{answer!r} is not a set; write the names of changes, such as {{'bfloat16', 'eps=1e-4'}}."
@@ -251,14 +253,13 @@ _ANSWERS = {
 def check_tools(answer: Mapping[str, Any]) -> str | None:
     """The tool for each question of `TOOLS`.
 
-    Right: From the run to the step, from the step to the op, from the op to the line.
+    Right:
+        From the run to the step, from the step to the op, from the op to the line.
     """
     if not isinstance(answer, Mapping) or set(answer) != set(TOOLS):
         return "keep the five questions as they are, and write a tool behind each."
     for question, tool in TOOLS.items():
         given = getattr(answer[question], "__name__", answer[question])
-        if given is ...:
-            return f"there is no tool for {question!r} yet."
         if given != tool:
             does = _ANSWERS.get(given, "Choose one of the five tools.")
             return f"{given!r} does not answer {question!r} directly. {does}"

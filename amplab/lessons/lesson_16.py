@@ -343,7 +343,8 @@ def _wrong(number: int, answer: str) -> str | None:
 def check_1(answer: str) -> str | None:
     """The diagnosis of patient 1.
 
-    Right: The sum of squares is inf in half, an image divided by inf is 0, and nothing in forward is NaN.
+    Right:
+        The sum of squares is inf in half, an image divided by inf is 0, and nothing in forward is NaN.
     """
     return _wrong(1, answer)
 
@@ -352,7 +353,8 @@ def check_1(answer: str) -> str | None:
 def check_2(answer: str) -> str | None:
     """The diagnosis of patient 2.
 
-    Right: Clipping divides by a norm that contains the loss scale; unscaling divides by the scale once more.
+    Right:
+        Clipping divides by a norm that contains the loss scale; unscaling divides by the scale once more.
     """
     return _wrong(2, answer)
 
@@ -361,7 +363,8 @@ def check_2(answer: str) -> str | None:
 def check_3(answer: str) -> str | None:
     """The diagnosis of patient 3.
 
-    Right: The scaler is disabled without a GPU, and the gradients of this small loss are 0 in half.
+    Right:
+        The scaler is disabled without a GPU, and the gradients of this small loss are 0 in half.
     """
     return _wrong(3, answer)
 
@@ -370,7 +373,8 @@ def check_3(answer: str) -> str | None:
 def check_4(answer: str) -> str | None:
     """The diagnosis of patient 4.
 
-    Right: The scale grows after every third clean step, overflows and falls again.
+    Right:
+        The scale grows after every third clean step, overflows and falls again.
     """
     return _wrong(4, answer)
 
@@ -379,7 +383,8 @@ def check_4(answer: str) -> str | None:
 def check_5(answer: str) -> str | None:
     """The diagnosis of patient 5.
 
-    Right: One image is damaged, and each step with its batch is skipped; mixed precision only reports it.
+    Right:
+        One image is damaged, and each step with its batch is skipped; mixed precision only reports it.
     """
     return _wrong(5, answer)
 
@@ -388,6 +393,7 @@ def check_5(answer: str) -> str | None:
 def check_6(answer: str) -> str | None:
     """The diagnosis of patient 6.
 
-    Right: Inside one region of autocast the half copies of the weights are cached, and steps do not renew them.
+    Right:
+        Inside one region of autocast the half copies of the weights are cached, and steps do not renew them.
     """
     return _wrong(6, answer)
