@@ -1,8 +1,8 @@
 """The patients of lesson 16: six training runs on handwritten digits, each broken in one way, and their diagnosis.
 
-    patient(1)                  a broken run: model, optimizer, scaler, batches, loss and step
-    patient(1, broken=False)    the same run, mended
-    DIAGNOSES                   diagnosis in words -> the finding of the doctor that names it
+patient(1)                  a broken run: model, optimizer, scaler, batches, loss and step
+patient(1, broken=False)    the same run, mended
+DIAGNOSES                   diagnosis in words -> the finding of the doctor that names it
 """
 
 from collections.abc import Callable
@@ -116,8 +116,6 @@ class Patient:
         return found
 
 
-
-
 _TRAINED = 1437  # of 1797 images
 
 
@@ -190,9 +188,7 @@ def _long_images(broken: bool) -> Patient:
     return replace(run, levels=255.0)
 
 
-def _apex_patient(
-    model: nn.Module, optimizer: torch.optim.Optimizer, session: Session, data: list[Batch]
-) -> Patient:
+def _apex_patient(model: nn.Module, optimizer: torch.optim.Optimizer, session: Session, data: list[Batch]) -> Patient:
     def loss_of(batch: Batch) -> Tensor:
         with session.casting():
             return F.cross_entropy(model(batch[0]).float(), batch[1])
