@@ -15,16 +15,17 @@ from dataclasses import dataclass
 from html import escape
 from typing import TYPE_CHECKING
 
-from amplab.display.axes import Area, curve_style, legend
+from amplab.display.axes import Area, curve_style
 from amplab.display.drawings import range_edges
-from amplab.display.html import Markup, page
-from amplab.display.numbers import binary_power, power
+from amplab.display.html import Markup, page, with_still
+from amplab.display.numbers import binary_power, power, raised_power
 
 if TYPE_CHECKING:
     from amplab.formats import ExponentHistogram, FloatFormat
 
 __all__ = ["Chart", "bar_chart", "exponent_chart", "line_chart"]
 
+_CHARACTER, _LINE = 6.4, 18  # width of a character, height of a line of the legend
 _MOST_POINTS = 400  # of a curve; more are thinned evenly
 
 
@@ -33,7 +34,7 @@ class Chart:
     """A drawing, and the line of numbers that describes it.
 
     Attributes:
-        drawing: SVG, with its legend.
+        drawing: SVG.
         text: what `repr` returns.
     """
 
@@ -41,7 +42,7 @@ class Chart:
     text: str
 
     def _repr_html_(self) -> str:
-        return page("", self.drawing)
+        return page("", with_still(self.drawing))
 
     def __repr__(self) -> str:
         return self.text
@@ -77,13 +78,16 @@ def line_chart(
     curves = {name: list(values) for name, values in curves.items()}  # arrays too, such as a column of a history
     places = _places(curves, x)
     shown = [value for values in curves.values() for value in values if _is_shown(value, log=log_y)]
+    shows_names = len(curves) > 1 or not y_label
+    key, lines = _legend(list(curves)) if shows_names else ([], 0)
     axis = _Axis.of(shown, log=log_y)
     area = Area(
         first=places[0],
         last=places[-1] if places[-1] > places[0] else places[0] + 1.0,
         low=axis.low,
         high=axis.high,
-        height=250,
+        height=250 + _LINE * lines,
+        top=26 + _LINE * lines,
         bottom=38,
     )
     parts = [*axis.grid(area), *_across(area, x_label), *_words(area, marks or {}), _title(y_label)]
@@ -97,8 +101,7 @@ def line_chart(
     text = f"{y_label or 'value'} over {x_label} {_rough(places[0])} to {_rough(places[-1])}: " + "; ".join(
         f"{name} {_ends(values)}" for name, values in curves.items()
     )
-    shows_names = len(curves) > 1 or not y_label
-    return Chart(Markup(area.svg(parts, text) + (legend(list(curves)) if shows_names else "")), text)
+    return Chart(area.svg([*parts, *key], text), text)
 
 
 def _places(curves: Mapping[str, Sequence[float]], x: Sequence[float] | None) -> Sequence[float]:
@@ -146,8 +149,9 @@ class _Axis:
             yield from area.grid(binary=True)
             return
         every = max(1, math.ceil((highest - lowest) / 7))
+        small = lowest < -3 or highest > 4
         for exponent in range(lowest, highest + 1, every):
-            yield area.grid_line(exponent * digits, f"{10.0**exponent:g}")
+            yield area.grid_line(exponent * digits, raised_power(10, exponent) if small else f"{10.0**exponent:g}")
 
 
 def _across(area: Area, label: str) -> Iterator[str]:
@@ -161,6 +165,20 @@ def _across(area: Area, label: str) -> Iterator[str]:
         )
     center = (area.left + area.width - area.right) / 2
     yield f'<text x="{center}" y="{area.height - 6}" text-anchor="middle">{escape(label)}</text>'
+
+
+def _legend(names: Sequence[str]) -> tuple[list[str], int]:
+    """The names of the curves, each after a piece of its line, in as many lines as they need; below the title."""
+    parts, left, line = [], 52.0, 0
+    for number, name in enumerate(names):
+        wide = 34 + _CHARACTER * len(name) + 18
+        if left > 52.0 and left + wide > 760:
+            left, line = 52.0, line + 1
+        up = 26 + _LINE * line
+        parts.append(f'<path d="M{left:.0f} {up - 4}h26" {curve_style(number)}/>')
+        parts.append(f'<text x="{left + 33:.0f}" y="{up}">{escape(name)}</text>')
+        left += wide
+    return parts, line + 1
 
 
 def _title(label: str) -> str:
@@ -232,7 +250,7 @@ def _rough(value: float) -> str:
 
 # ---- bars ---------------------------------------------------------------------------------------
 
-_BAR, _APART, _CHARACTER = 22, 8, 6.4  # height of a bar, space to the next; width of a character
+_BAR, _APART = 22, 8  # height of a bar, space to the next
 
 
 def bar_chart(values: Mapping[str, float], *, unit: str = "", label: str = "") -> Chart:

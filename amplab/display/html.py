@@ -5,6 +5,7 @@ colors of the page, light or dark; the colors of dtypes and severities are those
 """
 
 import re
+from base64 import b64encode
 from collections.abc import Container, Iterable, Mapping, Sequence
 from functools import cache
 from html import escape
@@ -14,7 +15,7 @@ from pathlib import Path
 from amplab.display.palette import palette_css
 
 __all__ = ["Markup", "chip", "dtype_chips", "figures", "html_table", "key", "markup", "name", "page",
-           "ribbon"]  # fmt: skip
+           "ribbon", "with_still"]  # fmt: skip
 
 _DTYPE = re.compile(r"(\b(?:bfloat|float|complex|u?int)\d\w*|\bbool\b)")
 _PART = re.compile(r"[^./]{12,20}_|[^./]+[./]*|[./]+")  # where a path may break; long names also after "_"
@@ -35,6 +36,22 @@ def page(sentence: str, *parts: str) -> str:
     """Return a piece of a page: a leading sentence, if not empty, and parts of HTML."""
     lead = f'<p class="lead">{markup(sentence)}</p>' if sentence else ""
     return f'<style>{_style()}</style><div class="amplab-plain">{lead}{"".join(parts)}</div>'
+
+
+def with_still(drawing: str) -> Markup:
+    """Return an SVG drawing with a picture of it for pages that remove SVG and style sheets.
+
+    JupyterLab does so in a notebook that it does not trust: one that was opened outside of `amplab lab` and not run.
+    The drawing would leave its words without their places, so it is hidden there. The style sheet of `page` shows it,
+    and hides the picture, which has the gray of neither theme.
+    """
+    named = re.search(r'aria-label="([^"]*)"', drawing)
+    still = drawing.replace("<svg ", '<svg xmlns="http://www.w3.org/2000/svg" color="#7b7b7b" ', 1)
+    source = b64encode(still.encode()).decode()
+    return Markup(
+        f'<div class="drawn" style="display:none">{drawing}</div>'
+        f'<img class="still" alt="{named[1] if named else ""}" src="data:image/svg+xml;base64,{source}">'
+    )
 
 
 def html_table(

@@ -5,7 +5,18 @@ import math
 import operator
 from collections.abc import Callable
 
-__all__ = ["binary_power", "count", "number", "parse_number", "percent", "power", "short_text", "size", "value_text"]
+__all__ = [
+    "binary_power",
+    "count",
+    "number",
+    "parse_number",
+    "percent",
+    "power",
+    "raised_power",
+    "short_text",
+    "size",
+    "value_text",
+]
 
 _SIGNS: dict[type, Callable[[float], float]] = {ast.UAdd: operator.pos, ast.USub: operator.neg}
 _OPERATORS: dict[type, Callable[[float, float], float]] = {
@@ -157,4 +168,13 @@ def binary_power(exponent: int) -> str:
     >>> binary_power(-24)
     '2⁻²⁴'
     """
-    return "2" + str(exponent).translate(_SUPERSCRIPTS)
+    return raised_power(2, exponent)
+
+
+def raised_power(base: int, exponent: int) -> str:
+    """Write a power with its exponent in superscript digits.
+
+    >>> raised_power(10, -3)
+    '10⁻³'
+    """
+    return str(base) + str(exponent).translate(_SUPERSCRIPTS)

@@ -84,7 +84,8 @@ class Attention(nn.Module):
         """Return what `state` reads from `memory`; see `Translator`."""
         scaled = memory / (memory.abs().amax(-1, keepdim=True) + self.eps)
         scores = self.query(state) @ scaled.mT
-        return scores.masked_fill(padded[:, None], -1e4).softmax(-1) @ memory
+        weights: Tensor = scores.masked_fill(padded[:, None], -1e4).softmax(-1)
+        return weights @ memory
 
 
 class Translator(nn.Module):
@@ -117,7 +118,8 @@ class Translator(nn.Module):
         memory, state = self.memory(word, lengths)
         before = F.pad(target[:, :-1], (1, 0), value=1)
         written, _ = self.writer(self.letters(before), state)
-        return self.out(torch.cat([written, self.attention(written, memory, word == 0)], -1))
+        logits: Tensor = self.out(torch.cat([written, self.attention(written, memory, word == 0)], -1))
+        return logits
 
 
 def translator(attention: Callable[[int], nn.Module], width: int = 32) -> tuple[Translator, torch.optim.Adam]:
@@ -259,7 +261,7 @@ def check_tools(answer: Mapping[str, Any]) -> str | None:
     if not isinstance(answer, Mapping) or set(answer) != set(TOOLS):
         return "keep the five questions as they are, and write a tool behind each."
     for question, tool in TOOLS.items():
-        given = getattr(answer[question], "__name__", answer[question])
+        given = str(getattr(answer[question], "__name__", answer[question]))
         if given != tool:
             does = _ANSWERS.get(given, "Choose one of the five tools.")
             return f"{given!r} does not answer {question!r} directly. {does}"

@@ -91,7 +91,7 @@ class Patient:
         images, labels = _digits(self.levels)
         with torch.no_grad(), self.casting():
             predicted = self.model(images[_TRAINED:]).argmax(1)
-        return (predicted == labels[_TRAINED:]).float().mean().item()
+        return float((predicted == labels[_TRAINED:]).float().mean())
 
     def casting(self) -> AbstractContextManager[Any]:
         """Return the context in which the model computes outside of a step."""
@@ -110,7 +110,7 @@ class Patient:
                 optimizer=self.optimizer,
                 scaler=self.scaler,
                 batch=batch,
-                run=run,
+                run=run.observation,
             )
         assert isinstance(found, Findings)
         return found

@@ -1,7 +1,9 @@
 """Charts of the lessons: places of lines and bars, their text, and what they say of values that are not finite."""
 
+import base64
 import math
 import re
+from xml.etree import ElementTree
 
 import numpy as np
 import pytest
@@ -90,7 +92,7 @@ def test_several_curves_have_a_legend_and_names_are_escaped() -> None:
     )
     assert "b" not in read.counts
     assert "a=" in read.text
-    assert len(read.named("polyline")) == 2
+    assert len(read.named("polyline")) == 2  # and two lines in the legend
 
 
 @pytest.mark.parametrize(
@@ -171,6 +173,20 @@ def test_zeros_alone_have_no_bars() -> None:
     assert "<path" not in chart.drawing
 
 
+<<<<<<< HEAD
 def test_a_column_of_an_array_is_a_curve():
     values = [2.0, 1.0]
     assert str(line_chart({"loss": np.array(values)})) == str(line_chart({"loss": values}))
+=======
+def test_a_page_without_style_sheets_gets_a_picture() -> None:
+    html = line_chart({"O0": [1.0, 2.0], "O1": [2.0, 1.0]}, y_label="loss")._repr_html_()
+    drawn, still = re.search(r'<div class="drawn" style="display:none">(<svg.*</svg>)</div><img (.*)>', html).groups()
+    assert 'alt="loss over step 0 to 1: O0 1 -&gt; 2; O1 2 -&gt; 1"' in still
+    source = re.search(r'src="data:image/svg\+xml;base64,([^"]*)"', still)[1]
+    picture = ElementTree.fromstring(base64.b64decode(source))
+    assert picture.tag == "{http://www.w3.org/2000/svg}svg"
+    assert len(list(picture.iter())) == len(list(ElementTree.fromstring(drawn).iter()))
+    sheet = html.split("</style>")[0]
+    assert ".drawn { display: block !important; }" in sheet
+    assert ".still { display: none; }" in sheet
+>>>>>>> main

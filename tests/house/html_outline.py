@@ -6,7 +6,7 @@ from html.parser import HTMLParser
 __all__ = ["Outline", "outline"]
 
 _VOID = {"br", "wbr", "hr", "img", "input"}
-_FOREIGN = {"script", "link", "img", "iframe", "object", "form"}
+_FOREIGN = {"script", "link", "iframe", "object", "form"}
 
 
 class Outline(HTMLParser):
@@ -64,6 +64,9 @@ def outline(html: str) -> Outline:
         if tag == "svg":
             named = attributes.get("role") == "img" and attributes.get("aria-label")
             assert named or attributes.get("aria-hidden") == "true"
+        if tag == "img":
+            assert attributes["alt"].strip()
+            assert attributes["src"].startswith("data:")
         if attributes.get("role") in ("img", "group"):
             assert attributes["aria-label"].strip()
         assert not _fixed_colours(attributes.get("style") or "")

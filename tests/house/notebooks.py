@@ -27,7 +27,7 @@ SECONDS_PER_CELL = 120
 KEPT = ("kernelspec", "language_info")
 IGNORED = "nbval-ignore-output"
 # As in nbval.cfg: how a drawing of a training looks differs between CPUs by less than a pixel.
-DRAWING = re.compile(r"<svg[\s\S]*?</svg>")
+DRAWING = re.compile(r"<svg[\s\S]*?</svg>|data:image/svg.xml;base64,[\w+/=]*")
 WIDGET = "application/vnd.jupyter.widget-view+json"
 NOT_COMPARED = {WIDGET, "image/png", "image/jpeg", "image/svg+xml"}
 

@@ -5,6 +5,10 @@ import { raised } from "./numbers.js";
 
 const PATIENCE = 5000; // ms until a missing answer is reported
 
+// JupyterLab has shortcuts for arrows and digits in every element that has the focus and holds no text. The attribute
+// must be on the element itself: a shortcut that matches it is found before a parent with the attribute.
+const KEYS = { "data-lm-suppress-shortcuts": "true" };
+
 /** The number of a slider as text; 2⁸ for the exponent 8 of a power. */
 export const sliderText = ({ power }, value) => (power ? `2${raised(value)}` : String(value));
 
@@ -51,7 +55,7 @@ function sliderRow(control, change) {
   };
   const { low, high, step, name, label } = control;
   const input = h("input", {
-    type: "range", min: low, max: high, step, "data-name": name,
+    ...KEYS, type: "range", min: low, max: high, step, "data-name": name,
     oninput: () => { show(input.value); change({ [name]: Number(input.value) }); },
   });
   const widest = Math.max(...[low, high, low + step].map((value) => sliderText(control, Number(value.toFixed(6))).length));
@@ -66,7 +70,7 @@ function choiceRow(control, change) {
   const { name, label, options } = control;
   const group = `amplab-${Math.random().toString(36).slice(2)}`;
   const buttons = options.map((option) =>
-    h("input", { type: "radio", name: group, value: option, "data-name": name, onchange: () => change({ [name]: option }) }));
+    h("input", { ...KEYS, type: "radio", name: group, value: option, "data-name": name, onchange: () => change({ [name]: option }) }));
   const node = h("fieldset", { class: "choice" }, h("legend", {}, label),
     buttons.map((button, place) => h("label", {}, button, h("span", {}, options[place]))));
   return { node, update: ({ value }) => { for (const button of buttons) button.checked = button.value === value; } };
@@ -74,7 +78,7 @@ function choiceRow(control, change) {
 
 function selectRow(control, change) {
   const { name, label, options } = control;
-  const select = h("select", { "data-name": name, onchange: () => change({ [name]: select.value }) },
+  const select = h("select", { ...KEYS, "data-name": name, onchange: () => change({ [name]: select.value }) },
     options.map((option) => h("option", { value: option }, option)));
   return {
     node: h("label", { class: "pick" }, h("span", {}, label), select),
@@ -98,8 +102,7 @@ function render({ model, el }) {
     late: () => complain("The kernel has not answered yet. If it is not busy, run this cell again."),
   });
   const rows = payload().controls.map((control) => rowOf(control, (values) => queue.change(values)));
-  // Otherwise JupyterLab's shortcuts would take the arrows and the digits.
-  const root = h("section", { class: "amplab amplab-explorable", "aria-label": "Explorable drawing", "data-lm-suppress-shortcuts": "true" },
+  const root = h("section", { class: "amplab amplab-explorable", "aria-label": "Explorable drawing" },
     h("div", { class: "controls" }, rows.map((row) => row.node)), problem, picture, spoken);
   let drawn = null;
   const draw = () => {

@@ -1,0 +1,248 @@
+"""Lesson 07, the fused unscale: where its kernel is built, hard cases for it, and how its time compares.
+
+build_folder        the folder in which `load_inline` builds a kernel once, kept for the next time
+hard_cases, agree   lists of gradients on which kernels often fail, and whether two functions do the same
+operators_called    how many operators a function calls
+draw_times          the time of a Python loop and of one call, for few and for many tensors
+without_compiler    amplab's kernels on a machine that has no compiler
+"""
+
+import contextlib
+import hashlib
+import os
+import platform
+import tempfile
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from amplab.display.charts import Chart, bar_chart
+from amplab.kernels.builder import KernelLibrary
+from amplab.kernels.builder.cache import building, writable_folder
+from amplab.kernels.builder.recipe import Recipe, current_recipe, obstacle, search_path
+from amplab.kernels.unscale import multi_tensor_unscale_copy_reference, unscale_
+from amplab.lessons.cost import milliseconds
+from amplab.lessons.exercises import exercise
+
+__all__ = [
+    "CFLAGS",
+    "CPP_HEADERS",
+    "CUDA_HEADERS",
+    "agree",
+    "build_folder",
+    "builds_cuda",
+    "check_least_time",
+    "check_schema",
+    "check_unscale_copy",
+    "draw_times",
+    "hard_cases",
+    "obstacle",
+    "reference",
+    "without_compiler",
+]
+
+CPP_HEADERS = "#include <cfloat>\n#include <cmath>\n#include <ATen/core/Tensor.h>\n#include <torch/library.h>\n"
+CUDA_HEADERS = "#include <ATen/ATen.h>\n#include <c10/cuda/CUDAGuard.h>\n#include <torch/library.h>\n"
+CFLAGS = ["-O3", "-march=native" if platform.machine() in ("x86_64", "AMD64") else "-mcpu=native", "-DNDEBUG"]
+
+_Unscale = Callable[[list[Tensor], Tensor, Tensor], Any]
+_UnscaleCopy = Callable[[list[Tensor], list[Tensor], Tensor, Tensor], Any]
+
+
+def reference(grads: list[Tensor], found_inf: Tensor, inv_scale: Tensor) -> None:
+    """Multiply every gradient by ``inv_scale``, and set ``found_inf`` to 1 if one is not finite.
+
+    Sync: one per tensor.
+    """
+    for grad in grads:
+        grad.mul_(inv_scale)
+        if not grad.isfinite().all():
+            found_inf.fill_(1.0)
+
+
+@contextlib.contextmanager
+def build_folder(*sources: str) -> Iterator[str]:
+    """Yield the folder in which to build ``sources``, with ninja on PATH; other processes wait until the block ends.
+
+    The folder belongs to these sources, flags, torch, Python and CPU. A library that is in it is loaded, not built.
+    """
+    key = hashlib.sha256("\0".join((*sources, *CFLAGS, current_recipe().key)).encode()).hexdigest()[:32]
+    path = os.environ.get("PATH", "")
+    with contextlib.ExitStack() as stack:
+        folder = writable_folder(key) or Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        stack.enter_context(building(folder))
+        (folder / "lock").unlink(missing_ok=True)  # of load_inline, which would wait for a builder that was killed
+        os.environ["PATH"] = search_path()
+        try:
+            yield str(folder)
+        finally:
+            os.environ["PATH"] = path
+
+
+def builds_cuda() -> bool:
+    """Return whether there are a CUDA device and nvcc. Sync: none."""
+    return bool(current_recipe().cuda)
+
+
+def hard_cases() -> dict[str, list[Tensor]]:
+    """Return new lists of float32 gradients on which kernels often fail, by name."""
+    torch.manual_seed(0)
+    first, last = torch.randn(1000), torch.randn(1000)
+    first[0], last[-1] = float("inf"), float("nan")
+    return {
+        "no tensor": [],
+        "a tensor without elements": [torch.zeros(0), torch.randn(3)],
+        "a tensor of one number": [torch.tensor(3.0)],
+        "inf in the first element": [first],
+        "NaN in the last element": [torch.randn(7), last],
+        "a transposed matrix": [torch.randn(4, 6).T],
+        "every second column": [torch.randn(4, 6)[:, ::2]],
+    }
+
+
+def agree(function: _Unscale, expected: _Unscale, grads: list[Tensor], inv_scale: float = 2.0**-16) -> bool:
+    """Return whether both functions make the same bits of copies of ``grads``, and leave the memory between alone."""
+    results = []
+    for each in (function, expected):
+        storages = [grad.clone() if grad.is_contiguous() else _with_gaps(grad) for grad in grads]
+        found_inf = torch.zeros(1)
+        each(storages, found_inf, torch.tensor(inv_scale))
+        results.append([found_inf, *(_memory(grad) for grad in storages)])
+    return all(torch.equal(*(each.view(torch.int32) for each in pair)) for pair in zip(*results, strict=True))
+
+
+def _with_gaps(grad: Tensor) -> Tensor:
+    """Return a copy with the same strides, and ones in the memory between its elements."""
+    memory = torch.ones(1 + sum((size - 1) * stride for size, stride in zip(grad.shape, grad.stride(), strict=True)))
+    return memory.as_strided(grad.shape, grad.stride()).copy_(grad)
+
+
+def _memory(grad: Tensor) -> Tensor:
+    """Return everything in the storage of ``grad``."""
+    return torch.empty(0).set_(grad.untyped_storage())
+
+
+def draw_times(power: int) -> Chart:
+    """Draw the times to unscale 2^18 numbers in ``2 ** power`` tensors, as multiples of one multiplication."""
+    flat = torch.ones(2**18)
+    grads = list(torch.ones(2**18).chunk(2**power))
+    found_inf, inv_scale = torch.zeros(1), torch.tensor(1.0 - 2.0**-12)
+    bound = milliseconds(lambda: flat.mul_(inv_scale), 0.005)
+    times = {
+        "Python loop": milliseconds(lambda: reference(grads, found_inf, inv_scale), 0.01),
+        "one call": milliseconds(lambda: unscale_(grads, found_inf, inv_scale), 0.01),
+    }
+    ratios = {name: float(f"{time / bound:.2g}") for name, time in times.items()}
+    return bar_chart({**ratios, "the bound": 1.0}, unit="×", label=f"2^{power} tensors: time / time of flat.mul_")
+
+
+@contextlib.contextmanager
+def without_compiler() -> Iterator[KernelLibrary]:
+    """Yield amplab's kernels as on a machine that has neither a compiler nor an earlier build."""
+    before = {name: os.environ.get(name) for name in ("CXX", "AMPLAB_KERNELS")}
+    os.environ.update(CXX="no-such-compiler", AMPLAB_KERNELS="auto")
+    try:
+        yield KernelLibrary(_never_built)
+    finally:
+        for name, value in before.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value
+
+
+def _never_built() -> Recipe:
+    recipe = current_recipe()
+    return replace(recipe, cflags=(*recipe.cflags, "-DAMPLAB_LESSON_07"))
+
+
+@exercise("07-1")
+def check_least_time(answer: float) -> str | None:
+    """The least time in milliseconds to unscale 25 million float32 gradients in place, at 40 GB per second.
+
+    Right:
+        Every gradient is read and written once, 8 bytes, so 200 million bytes.
+    """
+    elements, bandwidth, right = 25e6, 40e9, 25e6 * 8 / 40e9 * 1e3
+    if abs(answer - right) <= 0.01 * right:
+        return None
+    for wrong, sentence in (
+        (right / 2, "each gradient is read and also written"),
+        (right / 8, "a float32 has 4 bytes, read and written"),
+        (right / 1e3, "this is in seconds; the answer is asked in milliseconds"),
+        (right * 1e3, "this is in microseconds; the answer is asked in milliseconds"),
+        (right / 4, "this would be right for float16 gradients that are only read"),
+    ):
+        if abs(answer - wrong) <= 0.01 * wrong:
+            return f"{answer:g}: {sentence}."
+    return f"{answer:g} ms would be {elements * 8 / (answer / 1e3) / 1e9:.3g} GB/s: expected {bandwidth / 1e9:g} GB/s."
+
+
+_COPY = {"inputs": False, "outputs": True, "found_inf": True, "inv_scale": False}
+
+
+@exercise("07-2")
+def check_schema(answer: str) -> str | None:
+    """The schema of an operator that writes unscaled copies of its inputs to its outputs.
+
+    Right:
+        (a!) marks what the operator writes: the outputs and found_inf, and nothing else.
+    """
+    try:
+        schema = torch._C.parse_schema(f"lesson_07::unscale_copy{answer}")
+    except (RuntimeError, TypeError) as error:
+        return f"PyTorch cannot read it: {str(error).splitlines()[0]}"
+    written = {each.name: each.alias_info is not None and each.alias_info.is_write for each in schema.arguments}
+    if written.keys() != _COPY.keys():
+        return f"its arguments are {', '.join(written)}: expected {', '.join(_COPY)}."
+    for name, writes in _COPY.items():
+        if written[name] and not writes:
+            return f"it says that {name} is written, but the operator only reads it: remove (…!) there."
+        if writes and not written[name]:
+            return f"it says that {name} is only read; the operator writes it: mark it, such as Tensor(a!)."
+    return None if not schema.returns else "it returns something; the operator returns nothing: end with -> ()."
+
+
+@exercise("07-3")
+def check_unscale_copy(answer: _UnscaleCopy) -> str | None:
+    """A function of (inputs, outputs, found_inf, inv_scale): half gradients into float32 masters' gradients.
+
+    Right:
+        The gradients become float32 first, so that small ones do not underflow when they are unscaled.
+    """
+    if not callable(answer):
+        return f"{answer!r} cannot be called: write def answer(inputs, outputs, found_inf, inv_scale)."
+    inv_scale = torch.tensor(2.0**-16)
+    overflow = [torch.ones(2).half(), torch.tensor([1.0, torch.inf]).half()]
+    for inputs in ([torch.tensor([2.0, 2.0**-10]).half()], overflow):
+        kept = [each.clone() for each in inputs]
+        outputs = [torch.full(each.shape, 7.0) for each in inputs]
+        right, found_inf, expected_inf = [each.clone() for each in outputs], torch.zeros(1), torch.zeros(1)
+        multi_tensor_unscale_copy_reference(inputs, right, expected_inf, inv_scale)
+        answer(inputs, outputs, found_inf, inv_scale)
+        if not all(map(torch.equal, inputs, kept)):
+            return "it changes the inputs: write only to the outputs, such as output.copy_(…)."
+        if fault := _copy_fault(outputs, right):
+            return fault
+        if not torch.equal(found_inf, expected_inf):
+            return f"found_inf is {found_inf.item():g} for inputs {[each.tolist() for each in inputs]}."
+    return None
+
+
+def _copy_fault(outputs: list[Tensor], right: list[Tensor]) -> str | None:
+    """Return how the outputs differ from the right ones, or None."""
+    for output, expected in zip(outputs, right, strict=True):
+        if torch.equal(output, expected):
+            continue
+        if bool((output == 7).all()):
+            return "the outputs did not change: write into them in place, output.copy_(…) or output[:] = …"
+        lost = (output == 0) & (expected != 0)
+        if bool(lost.any()):
+            number = expected[lost][0].item()
+            return f"{number:.2g} became 0: the product was rounded to half. Convert to float32 first, then multiply."
+        return f"an output is {output.tolist()}; expected {expected.tolist()}."
+    return None

@@ -1,0 +1,241 @@
+"""Lesson 08, master weights and clipping: the network, updates that half loses, and runs that clip at both places.
+
+lost_updates    of each tensor, the share of the updates that do not change a half weight
+losses_of       a run on real digits at one opt_level
+clipped_losses  the same with clipping before or after the gradients are unscaled
+"""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from amplab.amp import MemoryUse, Session
+from amplab.display.charts import Chart, bar_chart, line_chart
+from amplab.lab.tasks.digits import digit_images
+from amplab.lessons.exercises import exercise
+
+__all__ = [
+    "LATE",
+    "RIGHT",
+    "check_bytes_per_parameter",
+    "check_clipped_step",
+    "check_smallest_rate",
+    "clipped_losses",
+    "digits",
+    "draw_clipping",
+    "draw_lost_updates",
+    "losses_of",
+    "lost_updates",
+    "memory_at",
+    "network",
+]
+
+RIGHT = "unscale, then clip"
+LATE = "clip, then unscale"
+
+_MAX_NORM, _STEPS = 0.5, 30
+_RATES = {"SGD": 0.5, "Adam": 0.01}
+
+
+@functools.lru_cache(maxsize=2)
+def digits(gray_levels: int = 1) -> tuple[Tensor, Tensor]:
+    """Return 256 images ``(256, 64)`` with values from 0 to ``gray_levels``, and their labels ``(256,)``."""
+    images, labels = digit_images()
+    return images[:256].flatten(1) * gray_levels, labels[:256]
+
+
+def network() -> nn.Sequential:
+    """Return a network for the digits with 2410 weights, the same at every call."""
+    with torch.random.fork_rng(devices=()):
+        torch.manual_seed(0)
+        return nn.Sequential(nn.Linear(64, 32), nn.ReLU(), nn.Linear(32, 10))
+
+
+def lost_updates(model: nn.Module, learning_rate: float) -> dict[str, float]:
+    """Return the share of each tensor's updates by SGD that a half weight loses; updates of exactly 0 do not count.
+
+    Args:
+        model: float32, with gradients.
+        learning_rate: > 0.
+
+    Sync: one per tensor.
+    """
+    shares = {}
+    for name, param in model.named_parameters():
+        assert param.grad is not None
+        weight, update = param.detach().half(), learning_rate * param.grad
+        unchanged = (weight.float() - update).half() == weight
+        moves = update != 0
+        shares[name] = (unchanged & moves).sum().item() / max(1, int(moves.sum()))
+    return shares
+
+
+@functools.cache
+def _with_gradients() -> nn.Sequential:
+    model = network()
+    images, labels = digits()
+    F.cross_entropy(model(images), labels).backward()
+    return model
+
+
+def draw_lost_updates(power: int) -> Chart:
+    """Draw `lost_updates` of the network at the learning rate ``2 ** power``, in percent."""
+    shares = lost_updates(_with_gradients(), 2.0**power)
+    percent = {name: float(round(100 * share)) for name, share in shares.items()}
+    return bar_chart(percent, unit="%", label=f"updates that half loses at learning rate 2^{power}")
+
+
+def losses_of(opt_level: str, learning_rate: float, steps: int = 200) -> list[float]:
+    """Train the network with SGD on digits of 16 gray levels, and return the loss of every step."""
+    images, labels = digits(16)
+    session, model = Session(), network()
+    optimizer = torch.optim.SGD(model.parameters(), lr=learning_rate)
+    session.initialize(model, optimizer, opt_level=opt_level, verbosity=0)
+    losses = []
+    for _ in range(steps):
+        optimizer.zero_grad()
+        loss = F.cross_entropy(model(images).float(), labels)
+        with session.scale_loss(loss, optimizer) as scaled_loss:
+            scaled_loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    session.reset()
+    return losses
+
+
+def memory_at(opt_level: str) -> MemoryUse:
+    """Return the bytes of the network and of Adam after one step at ``opt_level``."""
+    images, labels = digits()
+    session, model = Session(), network()
+    optimizer = torch.optim.Adam(model.parameters(), eps=1e-4)
+    session.initialize(model, optimizer, opt_level=opt_level, verbosity=0)
+    loss = F.cross_entropy(model(images).float(), labels)
+    with session.scale_loss(loss, optimizer) as scaled_loss:
+        scaled_loss.backward()
+    optimizer.step()
+    memory = session.memory()
+    session.reset()
+    return memory
+
+
+@functools.lru_cache(maxsize=64)
+def clipped_losses(order: str, scale: float, optimizer: str = "SGD") -> tuple[float, ...]:
+    """Train at O1 with a static loss scale, clip to a norm of 0.5, and return the loss of each of 30 steps.
+
+    Args:
+        order: `RIGHT` or `LATE`, which clips gradients that are still scaled.
+        scale: the loss scale.
+        optimizer: "SGD" or "Adam".
+    """
+    images, labels = digits()
+    session, model = Session(), network()
+    chosen: Any = getattr(torch.optim, optimizer)(model.parameters(), lr=_RATES[optimizer])
+    session.initialize(model, chosen, opt_level="O1", loss_scale=scale, verbosity=0)
+    losses = []
+    for _ in range(_STEPS):
+        chosen.zero_grad()
+        loss = F.cross_entropy(model(images).float(), labels)
+        with session.scale_loss(loss, chosen) as scaled_loss:
+            scaled_loss.backward()
+            if order == LATE:
+                nn.utils.clip_grad_norm_(session.master_params(chosen), _MAX_NORM)
+        if order == RIGHT:
+            nn.utils.clip_grad_norm_(session.master_params(chosen), _MAX_NORM)
+        chosen.step()
+        losses.append(loss.item())
+    session.reset()
+    return tuple(losses)
+
+
+def draw_clipping(power: int, order: str, optimizer: str) -> Chart:
+    """Draw the losses of `clipped_losses` at the scale ``2 ** power``, and those of the right order."""
+    curves = {RIGHT: clipped_losses(RIGHT, 2.0**power, optimizer)}
+    if order != RIGHT:
+        curves[order] = clipped_losses(order, 2.0**power, optimizer)
+    rounded = {name: [round(loss, 2) for loss in losses] for name, losses in curves.items()}
+    return line_chart(rounded, x_label="step", y_label=f"loss ({optimizer}, scale 2^{power})")
+
+
+@exercise("08-1")
+def check_smallest_rate(answer: float) -> str | None:
+    """The smallest power of two that moves a half weight of 0.75 by SGD, with a gradient of 1.
+
+    Right:
+        Above 0.5 half numbers are 2^-11 apart. 2^-12 is exactly half of that, and the tie goes back to 0.75.
+    """
+    weight = torch.tensor(0.75, dtype=torch.float16)
+    rate = float(answer)
+    if rate <= 0 or torch.frexp(torch.tensor(rate, dtype=torch.float64)).mantissa != 0.5:
+        return f"{answer} is not a power of two: write 2**-3 for an eighth."
+    if weight - rate == weight:
+        spacing = 2.0**-11
+        return f"0.75 - {rate:.3g} rounds back to 0.75: the update is {rate / spacing:g} of the spacing, 2^-11."
+    if weight - rate / 2 != weight:
+        return f"{rate:.3g} moves the weight, but half of it, {rate / 2:.3g}, moves it, too: try smaller ones."
+    return None
+
+
+@exercise("08-2")
+def check_bytes_per_parameter(answer: float) -> str | None:
+    """The bytes that weights, masters and Adam's state take for each parameter at O2.
+
+    Right:
+        2 for the half weight, 4 for its master, 8 for Adam's two float32 moments.
+    """
+    memory = memory_at("O2")
+    parameters = sum(param.numel() for param in network().parameters())
+    right = round((memory.parameters + memory.masters + memory.optimizer_state) / parameters)
+    if answer == right:
+        return None
+    missing = {
+        right - 2: "you count no half weights: the model still computes with them",
+        right - 4: "one part is missing: masters are float32, and so are both of Adam's moments",
+        right - 8: "Adam keeps two moments for each parameter, in float32",
+        right + 4: "gradients are not asked for here",
+        right + 2: "gradients are not asked for here",
+    }
+    return f"{answer} is not what memory() counts: {missing.get(int(answer), 'add 2, 4 or 8 bytes for each part')}."
+
+
+_Step = Callable[[Session, Tensor, torch.optim.Optimizer], Any]
+
+
+@exercise("08-3")
+def check_clipped_step(answer: _Step) -> str | None:
+    """A function of (session, loss, optimizer) that makes a step at O2 with gradients clipped to a norm of 1.
+
+    Right:
+        The scale is removed at the end of the block, the masters are clipped after it, and then comes the step.
+    """
+    if not callable(answer):
+        return f"{answer!r} cannot be called: write def answer(session, loss, optimizer)."
+    scale, rate, norm = 1024.0, 0.5, 8.0
+    session, model = Session(), nn.Linear(4, 1, bias=False)
+    nn.init.zeros_(model.weight)
+    optimizer = torch.optim.SGD(model.parameters(), lr=rate)
+    session.initialize(model, optimizer, opt_level="O2", loss_scale=scale, verbosity=0)
+    try:
+        loss = model(torch.full((1, 4), norm / 2)).float().sum()  # its gradient has a norm of 8
+        answer(session, loss, optimizer)
+        (master,) = session.master_params(optimizer)
+        used = master.detach().norm().item() / rate
+    finally:
+        session.reset()
+    return _misstep(used, norm, scale)
+
+
+def _misstep(used: float, norm: float, scale: float) -> str | None:
+    """Return what is wrong with a step that used gradients of norm ``used``; None for 1."""
+    for wrong, sentence in (
+        (0.0, "the weights did not change: call backward on the scaled loss, and optimizer.step() at the end"),
+        (norm, f"the step used gradients of norm {norm:g}: at O2 clip amp.master_params, not model.parameters()"),
+        (1 / scale, f"the step is {scale:g} times too short: the gradients were clipped while they were scaled"),
+        (norm * scale, "the step used gradients that are still scaled: let the block of scale_loss end first"),
+    ):
+        if abs(used - wrong) <= 0.01 * wrong:
+            return f"{sentence}."
+    return None if abs(used - 1) < 0.01 else f"the step used gradients of norm {used:.3g}; expected 1."

@@ -1,0 +1,17 @@
+"""What a call costs."""
+
+import time
+
+import torch
+
+from amplab.lessons.cost import milliseconds, operators_called
+
+
+def test_operators_are_counted():
+    x = torch.ones(3)
+    assert operators_called(lambda: None) == 0
+    assert operators_called(lambda: x.mul_(2).add_(1)) == 2
+
+
+def test_time_is_in_milliseconds():
+    assert milliseconds(lambda: time.sleep(0.01), 0.02) >= 10

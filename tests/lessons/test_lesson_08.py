@@ -1,0 +1,121 @@
+"""Lesson 08: what half loses, clipping at both places, and the checks of the exercises."""
+
+import pytest
+import torch
+from torch import nn
+
+from amplab.lessons import lesson_08 as lesson
+
+
+def clip_and_step(session, loss, optimizer):
+    """The solution of the third exercise."""
+    with session.scale_loss(loss, optimizer) as scaled_loss:
+        scaled_loss.backward()
+    nn.utils.clip_grad_norm_(session.master_params(optimizer), 1.0)
+    optimizer.step()
+
+
+def clip_late(session, loss, optimizer):
+    """Clip before the end of the block, where gradients are half and scaled."""
+    with session.scale_loss(loss, optimizer) as scaled_loss:
+        scaled_loss.backward()
+        params = [param for group in optimizer.param_groups for param in group["params"]]
+        half = [each for each in session.model_params(optimizer) if each.grad is not None]
+        nn.utils.clip_grad_norm_(half or params, 1.0)
+    optimizer.step()
+
+
+def clip_nothing(session, loss, optimizer):
+    with session.scale_loss(loss, optimizer) as scaled_loss:
+        scaled_loss.backward()
+    nn.utils.clip_grad_norm_(session.model_params(optimizer), 1.0)
+    optimizer.step()
+
+
+def no_step(session, loss, optimizer):
+    with session.scale_loss(loss, optimizer) as scaled_loss:
+        scaled_loss.backward()
+    nn.utils.clip_grad_norm_(session.master_params(optimizer), 1.0)
+
+
+def too_low(session, loss, optimizer):
+    with session.scale_loss(loss, optimizer) as scaled_loss:
+        scaled_loss.backward()
+    nn.utils.clip_grad_norm_(session.master_params(optimizer), 0.25)
+    optimizer.step()
+
+
+def step_inside(session, loss, optimizer):
+    with session.scale_loss(loss, optimizer) as scaled_loss:
+        scaled_loss.backward()
+        optimizer.step()
+
+
+@pytest.mark.parametrize(
+    ("check", "answer"),
+    [
+        (lesson.check_smallest_rate, 2**-11),
+        (lesson.check_bytes_per_parameter, 14),
+        (lesson.check_clipped_step, clip_and_step),
+    ],
+)
+def test_the_solution_is_right(check, answer):
+    assert check(answer).right
+    assert repr(check(answer)).startswith("Right")
+
+
+@pytest.mark.parametrize(
+    ("check", "answer", "said"),
+    [
+        (lesson.check_smallest_rate, ..., "Not answered"),
+        (lesson.check_smallest_rate, 2**-12, "0.5 of the spacing"),
+        (lesson.check_smallest_rate, 2**-10, "moves it, too"),
+        (lesson.check_smallest_rate, 0.001, "not a power of two"),
+        (lesson.check_bytes_per_parameter, ..., "Not answered"),
+        (lesson.check_bytes_per_parameter, 12, "half weights"),
+        (lesson.check_bytes_per_parameter, 10, "one part is missing"),
+        (lesson.check_bytes_per_parameter, 6, "two moments"),
+        (lesson.check_bytes_per_parameter, 18, "gradients are not asked"),
+        (lesson.check_bytes_per_parameter, 99, "add 2, 4 or 8"),
+        (lesson.check_clipped_step, ..., "Not answered"),
+        (lesson.check_clipped_step, 1.0, "cannot be called"),
+        (lesson.check_clipped_step, clip_late, "1024 times too short"),
+        (lesson.check_clipped_step, clip_nothing, "gradients of norm 8"),
+        (lesson.check_clipped_step, no_step, "did not change"),
+        (lesson.check_clipped_step, too_low, "norm 0.25; expected 1"),
+        (lesson.check_clipped_step, step_inside, "raised RuntimeError"),
+    ],
+)
+def test_a_wrong_answer_is_told_what_is_wrong(check, answer, said):
+    verdict = check(answer)
+    assert not verdict.right
+    assert said in repr(verdict)
+
+
+@pytest.mark.parametrize("rate", [2**-3, 2**-10])
+def test_lost_updates_are_counted_as_torch_rounds_them(rate):
+    torch.manual_seed(0)
+    model = nn.Linear(32, 16, bias=False)
+    model.weight.grad = torch.randn(16, 32) * 1e-2
+    before = model.weight.detach().half()
+    after = (before.double() - (rate * model.weight.grad).double()).half()
+    assert lesson.lost_updates(model, rate) == {"weight": (after == before).double().mean().item()}
+
+
+def test_half_without_masters_falls_behind():
+    losses = {level: lesson.losses_of(level, 2**-15, steps=60) for level in ("O0", "O2", "O3")}
+    fall = {level: run[0] - run[-1] for level, run in losses.items()}
+    assert fall["O2"] == pytest.approx(fall["O0"], rel=0.1)
+    assert fall["O3"] < 0.8 * fall["O2"]
+
+
+def test_the_scale_changes_only_the_run_that_clips_late():
+    right = pytest.approx(lesson.clipped_losses(lesson.RIGHT, 1.0), rel=1e-3)  # at 1 a few gradients underflow
+    assert lesson.clipped_losses(lesson.RIGHT, 2.0**16) == right
+    assert lesson.clipped_losses(lesson.LATE, 1.0) == right
+    assert lesson.clipped_losses(lesson.LATE, 2.0**16)[-1] > 0.99 * lesson.clipped_losses(lesson.LATE, 1.0)[0]
+
+
+def test_drawings_name_what_is_moved():
+    assert "2^-8" in repr(lesson.draw_lost_updates(-8)) or lesson.draw_lost_updates(-8)._repr_html_()
+    assert lesson.draw_clipping(4, lesson.LATE, "Adam")._repr_html_()
