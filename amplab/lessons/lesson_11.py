@@ -1,0 +1,244 @@
+"""Lesson 11, your own functions and batches: a norm of your own in half, batches that arrive, and the checks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.autograd import Function
+
+from amplab.amp import Session, autocast, custom_bwd, custom_fwd
+from amplab.display.charts import Chart, line_chart
+from amplab.lab import load_task
+from amplab.lessons.exercises import exercise
+from amplab.views import Choice, Explorable, Slider
+
+__all__ = [
+    "DataBatch",
+    "RmsNorm",
+    "TupleBatch",
+    "arriving",
+    "check_batch",
+    "check_function",
+    "check_registrations",
+    "digits",
+    "in_float32",
+    "norm_explorer",
+    "output_sizes",
+    "rms",
+    "rms_norm",
+]
+
+GAINS = range(-16, 13)
+"""Exponents of the factors on the images."""
+
+
+def digits(count: int = 8) -> tuple[Tensor, Tensor]:
+    """Return images of digits `(count, 64)` in [0, 1] and their labels `(count,)`."""
+    images, labels = load_task("digits", 0).batch(0, count)
+    return images.flatten(1), labels
+
+
+def rms(values: Tensor) -> float:
+    """Return the root of the mean square of all elements, computed in float64."""
+    return float(values.detach().double().square().mean().sqrt())
+
+
+def rms_norm(x: Tensor) -> Tensor:
+    """Return each row of `x` `(rows, features)` divided by its root mean square."""
+    r = ((x * x).mean(1, keepdim=True) + 1e-12).rsqrt()  # (rows, 1)
+    normed: Tensor = x * r
+    return normed
+
+
+class RmsNorm(Function):
+    """`rms_norm` with a backward of its own."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        """Return each row divided by its root mean square."""
+        r = ((x * x).mean(1, keepdim=True) + 1e-12).rsqrt()  # (rows, 1)
+        ctx.save_for_backward(x, r)
+        normed: Tensor = x * r
+        return normed
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        """Return the gradient of `x`."""
+        x, r = ctx.saved_tensors
+        of_x: Tensor = grad * r - x * r**3 * (grad * x).mean(1, keepdim=True)
+        return of_x
+
+
+def in_float32(function: type[Function]) -> type[Function]:
+    """Return the autograd function with its decorators: its inputs are cast to float32 under autocast."""
+    forward = custom_fwd(function.forward, device_type="cpu", cast_inputs=torch.float32)
+    backward = custom_bwd(function.backward, device_type="cpu")
+    members = {"forward": staticmethod(forward), "backward": staticmethod(backward)}
+    return type(f"{function.__name__}InFloat32", (function,), members)
+
+
+@lru_cache(maxsize=8)
+def output_sizes(decorated: bool) -> list[float]:
+    """Return the root mean square of what `RmsNorm` returns in half, for images times each of 2^`GAINS`.
+
+    Args:
+        decorated: with `custom_fwd` and ``cast_inputs=torch.float32``.
+    """
+    images, _ = digits()
+    function = in_float32(RmsNorm) if decorated else RmsNorm
+    sizes = []
+    with torch.no_grad(), autocast("cpu", dtype=torch.float16):
+        for gain in GAINS:
+            sizes.append(rms(function.apply((images * 2.0**gain).half())))
+    return sizes
+
+
+@dataclass(frozen=True)
+class _NormAtGain:
+    """What the norm returns at one gain, over the chart of all gains."""
+
+    gain: int
+    size: float
+    chart: Chart
+
+    def __repr__(self) -> str:
+        return f"images × 2^{self.gain}: root mean square of the output {self.size:.2f}, expected 1.00"
+
+    def _repr_html_(self) -> str:
+        return f"<p>{self!r}</p>{self.chart._repr_html_()}"
+
+
+def _norm_at(gain: int, decorators: str) -> _NormAtGain:
+    sizes = output_sizes(decorators != "none")
+    chart = line_chart(
+        {"output": sizes}, x=list(GAINS), x_label="images × 2^", y_label="root mean square of the output",
+        marks={gain: "here"},
+    )  # fmt: skip
+    return _NormAtGain(gain, sizes[gain - GAINS[0]], chart)
+
+
+def norm_explorer() -> Explorable:
+    """Return the output of `RmsNorm` in half, with the size of its input and its decorators to choose."""
+    return Explorable(
+        _norm_at,
+        gain=Slider(GAINS[0], GAINS[-1], value=0, label="images × 2^"),
+        decorators=Choice(("none", "custom_fwd(cast_inputs=torch.float32)"), label="decorators"),
+    )
+
+
+class TupleBatch(NamedTuple):
+    """Images and labels as a named tuple."""
+
+    images: Tensor
+    labels: Tensor
+
+
+@dataclass
+class DataBatch:
+    """Images and labels as a dataclass."""
+
+    images: Tensor
+    labels: Tensor
+
+
+class _Look(nn.Module):
+    """A model that keeps the batch which its forward gets."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(64, 10)
+        self.seen: Any = None
+
+    def forward(self, batch: Any) -> Tensor:
+        self.seen = batch
+        out: Tensor = self.layer.weight.sum()
+        return out
+
+
+def arriving(batch: Any, opt_level: str = "O2") -> Any:
+    """Return the batch as the forward of a model gets it at an opt_level."""
+    session = Session()
+    model = session.initialize(_Look(), opt_level=opt_level, verbosity=0)
+    try:
+        model(batch)
+        return model.seen
+    finally:
+        session.reset()
+
+
+@exercise("11-1")
+def check_function(answer: type[Function]) -> str | None:
+    """Check an autograd function with one input that has to compute x * x in float32 under autocast.
+
+    Right:
+        Forward computes in float32, and backward runs as forward did.
+    """
+    x = torch.full((4,), 300.0, requires_grad=True)
+    with autocast("cpu", dtype=torch.float16):
+        hidden = x.half()
+        squares = answer.apply(hidden)
+    if not bool(squares.isfinite().all()):
+        return (
+            "300 * 300 is inf: forward still computes in half. Add cast_inputs=torch.float32 to custom_fwd, and write "
+            "the decorators below @staticmethod."
+        )
+    squares.sum().backward()
+    if x.grad is None or not torch.equal(x.grad, torch.full((4,), 600.0)):
+        return f"the gradient of x * x at 300 is 600, not {x.grad if x.grad is None else x.grad[0].item():g}."
+    if not hasattr(answer.backward, "__wrapped__"):
+        return "backward has no decorator: without custom_bwd it does not know in which dtypes forward ran."
+    return None
+
+
+@exercise("11-2")
+def check_batch(answer: Callable[[Tensor, Tensor], Any]) -> str | None:
+    """Check a batch class: `answer(images, labels)` makes a batch, which O2 casts by calling its ``to``.
+
+    Right:
+        Images arrive in half, labels keep their dtype, and devices work, too.
+    """
+    images, labels = torch.rand(2, 64), torch.tensor([2049, 7])
+    batch = answer(images, labels)
+    if not hasattr(batch, "to"):
+        return "the batch has no method to: at O2 it arrives uncast."
+    seen = arriving(batch)
+    if seen is None or not hasattr(seen, "images"):
+        return f"to returned {type(seen).__name__}: it has to return a batch."
+    if seen.images.dtype != torch.float16:
+        return f"the images arrive in {seen.images.dtype}: pass on to images.to(...) what to gets."
+    if seen.labels.dtype != torch.int64:
+        return (
+            f"the labels arrive in {seen.labels.dtype}, and label 2049 is now {seen.labels[0].item():.0f}: cast only "
+            "floating-point tensors."
+        )
+    if batch.images.dtype != torch.float32:
+        return "to changed the batch itself: return a new one, as Tensor.to does."
+    moved = batch.to("cpu")
+    if moved is None or moved.images.dtype != torch.float32:
+        return 'to("cpu") has to keep the dtypes.'
+    return None
+
+
+@exercise("11-3")
+def check_registrations(answer: dict[str, str]) -> str | None:
+    """Check "half", "float" or "promote" for three functions.
+
+    Right:
+        Products in half, sums of squares in float32, and a sum of two tensors in the wider dtype of the two.
+    """
+    why = {
+        "my_matmul": ("half", "a matrix product is what half is fast at, and its sums are accumulated in float32"),
+        "my_rms_norm": ("float", "squares above 65504 or below 2^-25 leave the range of half"),
+        "my_residual": ("promote", "x + y needs one dtype for both, and a float32 argument must not be rounded"),
+    }
+    for name, (right, reason) in why.items():
+        if answer.get(name) not in ("half", "float", "promote"):
+            return f"{name}: {answer.get(name)!r} is none of half, float, promote."
+        if answer[name] != right:
+            return f"{name}: {answer[name]} does not fit, since {reason}."
+    return None
