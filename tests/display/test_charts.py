@@ -173,11 +173,11 @@ def test_zeros_alone_have_no_bars() -> None:
     assert "<path" not in chart.drawing
 
 
-<<<<<<< HEAD
 def test_a_column_of_an_array_is_a_curve():
     values = [2.0, 1.0]
     assert str(line_chart({"loss": np.array(values)})) == str(line_chart({"loss": values}))
-=======
+
+
 def test_a_page_without_style_sheets_gets_a_picture() -> None:
     html = line_chart({"O0": [1.0, 2.0], "O1": [2.0, 1.0]}, y_label="loss")._repr_html_()
     drawn, still = re.search(r'<div class="drawn" style="display:none">(<svg.*</svg>)</div><img (.*)>', html).groups()
@@ -189,4 +189,3 @@ def test_a_page_without_style_sheets_gets_a_picture() -> None:
     sheet = html.split("</style>")[0]
     assert ".drawn { display: block !important; }" in sheet
     assert ".still { display: none; }" in sheet
->>>>>>> main
