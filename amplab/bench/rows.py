@@ -148,9 +148,11 @@ def _extra_cell(row: Row, key: str) -> str:
 def _foot(results: BenchResults) -> list[str]:
     facts = ", ".join(f"{name} {value}" for name, value in results.machine.items())
     measured = [row for row in results.rows if row.ratio is not None]
+    lost = [f"{row.name}: not measured; {row.details['why']}." for row in results.rows if "why" in row.details]
     met = sum(bool(row.met) for row in measured)
     explained = (
         f"{met} of {len(measured)} goals met. Medians of interleaved rounds, one thread; ≥: how many times as "
         "fast, ≤: how many times the time."
     )
-    return [*textwrap.wrap(explained if measured else "Nothing was measured.", _WIDTH), *textwrap.wrap(facts, _WIDTH)]
+    lines = [*lost, explained if measured else "Nothing was measured.", facts]
+    return [part for line in lines for part in textwrap.wrap(line, _WIDTH)]

@@ -91,7 +91,8 @@ class Progress:
     def end(self, row: Row) -> None:
         """Report the result."""
         self._rewrite("")
-        self._stream.write(f"{self._where}: {row.ratio or 0.0:.2f} ({row.goal})\n")
+        ratio = "not measured" if row.ratio is None else f"{row.ratio:.2f}"
+        self._stream.write(f"{self._where}: {ratio} ({row.goal})\n")
         self._stream.flush()
 
     def _rewrite(self, text: str) -> None:

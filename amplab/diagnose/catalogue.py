@@ -1545,7 +1545,15 @@ _RAISING = (
                 "Step {step} was not explained, because the watch could not run it again: {failure}",
                 "A watch runs a bad step again with its `step` or `loss`. That call failed; the training went on.",
                 "loss_of(model, batch)  # what `step` calls must run after the step, and return the loss",
-            )
+            ),
+            "ranks": Case(
+                cause="A watch runs a bad step again on its own rank. The others do not, so it would wait forever.",
+                remedy="def print_if_bad(module, args, out):\n"
+                "    if isinstance(out, torch.Tensor) and not torch.isfinite(out).all():\n"
+                "        print(torch.distributed.get_rank(), module)\n"
+                "for module in model.modules():  # on every rank, before the loop\n"
+                "    module.register_forward_hook(print_if_bad)",
+            ),
         },
     ),
     CatalogueEntry(

@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from amplab.formats import ExponentHistogram, exponent_histogram
+from amplab.scalers.unscaler import is_sharded, local_shard
 
 __all__ = ["GradientMeasure"]
 
@@ -32,7 +33,7 @@ class GradientMeasure:
     Attributes:
         histogram: exponents of all unscaled gradients; None until `take`.
         layers: name and exponents of the gradient of each of the `LAYERS` largest parameters; empty until `take`.
-        norm: their L2 norm; None until `take`.
+        norm: their L2 norm; None until `take`, and of sharded gradients, of which this rank measures its shards.
     """
 
     def __init__(self, optimizers: Sequence[Optimizer], names: Callable[[], Mapping[int, str]] = dict) -> None:
@@ -58,7 +59,8 @@ class GradientMeasure:
         counted = {id(weight): exponent_histogram(grad).shifted(shift) for weight, grad in measured}
         self.histogram = reduce(add, counted.values())
         self.layers = self._largest_layers(counted)
-        self.norm = torch.stack([grad.float().norm() for _, grad in measured]).norm().item() / self._scale
+        if not any(is_sharded(weight) for weight, _ in measured):  # a norm over shards would need the other ranks
+            self.norm = torch.stack([grad.float().norm() for _, grad in measured]).norm().item() / self._scale
 
     def _largest_layers(self, counted: Mapping[int, ExponentHistogram]) -> tuple[tuple[str, ExponentHistogram], ...]:
         names = self._names()
@@ -118,6 +120,7 @@ def _stepped(optimizer: Optimizer) -> list[Tensor]:
 
 
 def _dense(grad: Tensor) -> Tensor:
-    """Return the numbers of a gradient: the values of a sparse one, the parts of a complex one."""
+    """Return the numbers of a gradient: the shard here, the values of a sparse one, the parts of a complex one."""
+    grad = local_shard(grad)
     values = grad.coalesce().values() if grad.is_sparse else grad
     return torch.view_as_real(values) if values.is_complex() else values

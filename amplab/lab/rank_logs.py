@@ -131,7 +131,7 @@ def joined(histories: Mapping[int, History]) -> History:
     for step in range(max(map(len, records.values()))):
         here = {rank: own[step] for rank, own in records.items() if step < len(own)}
         losses = {rank: record.loss for rank, record in here.items() if step not in missing[rank]}
-        ranks = blamed[step].ranks if step in blamed else _ranks_of(losses)
+        ranks = (blamed[step].ranks if step in blamed else "") or _ranks_of(losses)
         run.append_row(_joined_row([*here.values()], [*losses.values()], ranks))
     for each in blamed.values():
         run.explain(each.explanation)
@@ -156,12 +156,17 @@ def _blamed(histories: Mapping[int, History]) -> Iterator[tuple[int, _Blamed]]:
     """Yield each explained step with the explanation of the first rank that was not finite itself."""
     explained = [history.explanations for history in histories.values()]
     for step in sorted(set().union(*explained)):
-        said = [each[step] for each in explained if step in each]
+        bad_first = sorted(histories.values(), key=lambda each: _is_finite_in(each, step))
+        said = [each.explanations[step] for each in bad_first if step in each.explanations]
         guilty = [each for each in said if each.kind not in _ELSEWHERE]
         first = (guilty or said)[0]
         words = _words([each.rank for each in guilty if each.rank is not None])
         sentence = f"{words}: {first.sentence}" if words else first.sentence
         yield step, _Blamed(words, replace(first, sentence=sentence))
+
+
+def _is_finite_in(history: History, step: int) -> bool:
+    return step >= len(history) or math.isfinite(history.record(step).loss)
 
 
 def _ranks_of(losses: Mapping[int, float]) -> str:

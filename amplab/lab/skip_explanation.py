@@ -3,7 +3,7 @@
     kind          the step is not finite, because
     scale         a gradient times the loss scale leaves its format; a smaller scale fits
     format        a value of the forward leaves its format at every loss scale, but not in float32
-    data          the batch holds inf or NaN
+    data          the batch holds inf or NaN, or numbers so large that the loss grows with them
     divergence    the update steps were too large: float32 overflows too, or its loss has exploded
     injected      the lab disturbed the step
     weights       a parameter or a buffer holds inf or NaN
@@ -24,6 +24,7 @@ from typing import Any, Literal, get_args
 import torch
 
 from amplab.diagnose import FirstNonfinite, finding_of
+from amplab.diagnose.rules.out_of_float32 import large_batch
 from amplab.display.numbers import binary_power, count, power, short_text
 
 __all__ = ["SKIP_KINDS", "ExplanationBudget", "SkipExplanation", "SkipKind", "explained"]
@@ -160,7 +161,9 @@ def _kind_and_sentence(
 ) -> tuple[SkipKind, str]:
     if faults:
         return "injected", f"injected {' and '.join(faults)}: {_what_happened(found)}"
-    grown = _growth(found, loss, first_loss)
+    batch, grown = _batch_at_fault(found), _growth(found, loss, first_loss)
+    if batch is not None and grown:
+        return "data", f"{_what_happened(found)}: the batch contains numbers up to {short_text(batch)}"
     if grown:
         return "divergence", f"diverged: {grown}; {_what_happened(found)}. Lower the learning rate"
     if found.record is None:
@@ -171,6 +174,14 @@ def _kind_and_sentence(
     if found.cause == "format":
         return "format", f"{_what_happened(found)}; no loss scale helps, float32 does"
     return "float32", f"not finite in float32 either: {_what_happened(found)}"
+
+
+def _batch_at_fault(found: FirstNonfinite) -> float | None:
+    """The largest number of a batch that makes a loss large at any weights: it is read first, or leaves float32."""
+    if found.record is None or found.phase != "forward":
+        return None
+    read = any(value.kind == "batch" for value in found.step.inputs(found.record.index))
+    return large_batch(found) if read or finding_of(found).name == "nonfinite-in-float32" else None
 
 
 def _faults(injected: str | None) -> list[str]:

@@ -12,6 +12,7 @@ from amplab.diagnose import Finding
 from amplab.diagnose.catalogue import finding
 from amplab.lab.events import StepRecord
 from amplab.policies.nested_tensors import floating_tensors_in
+from amplab.scalers.unscaler import local_shard
 
 __all__ = ["Seen", "StepCheck"]
 
@@ -77,7 +78,7 @@ class StepCheck:
 
 
 def _is_finite(tensor: Tensor) -> Tensor:
-    tensor = tensor.detach()
+    tensor = local_shard(tensor.detach())
     return torch.isfinite(tensor.coalesce().values() if tensor.is_sparse else tensor).all()
 
 

@@ -34,6 +34,7 @@ from amplab.diagnose.train_step.rehearsal import Rehearsal
 from amplab.display.numbers import count
 from amplab.lab.scale_probe import ScaleProbe
 from amplab.lab.watched_run import NO_LEVEL
+from amplab.scalers.unscaler import is_sharded
 from amplab.trace import Trace
 from amplab.trace.argument_checks import check_model
 from amplab.trace.recorder import Recorder
@@ -155,7 +156,7 @@ class StepLook:
     def looked_at(self) -> Iterator[str]:
         """What was examined, and what the loop has to use for the rest."""
         if not self._is_possible:
-            yield "not looked at: the ops of a step; the model is compiled, has an RNN, or a look failed"
+            yield "not looked at: the ops of a step; the model is compiled or sharded, has an RNN, or a look failed"
             return
         if self._looks:
             yield f"looked at the gradients of {count(self._looks, 'step')}: unscaling, clipping, updates"
@@ -222,7 +223,7 @@ class StepLook:
 
 
 def _runs_op_by_op(model: nn.Module) -> bool:
-    """Whether the ops of a model can be followed without changing a result: it is not compiled and has no RNN.
+    """Whether the ops of a model can be followed without changing a result: not if compiled, sharded or with an RNN.
 
     An RNN in float16 on the CPU runs op by op when it is followed, and each op rounds, see `followed_step`.
     """
@@ -230,7 +231,8 @@ def _runs_op_by_op(model: nn.Module) -> bool:
         check_model(model)
     except (TypeError, ValueError):
         return False
-    return not any(isinstance(each, nn.RNNBase) for each in model.modules())
+    is_followed = not any(is_sharded(each) for each in model.parameters())
+    return is_followed and not any(isinstance(each, nn.RNNBase) for each in model.modules())
 
 
 class _LoopLook:

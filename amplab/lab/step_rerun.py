@@ -22,7 +22,7 @@ from amplab.parallel.ranks import data_parallel, exchanges_in_forward, on_this_r
 from amplab.policies.nested_tensors import tensors_in
 from amplab.trace.handed_step import Loss, Scaler
 
-__all__ = ["CannotRunAgain", "StepBeginning", "StepRerun"]
+__all__ = ["CannotRunAgain", "NeedsOtherRanks", "StepBeginning", "StepRerun"]
 
 _HAS_CUDA = torch.backends.cuda.is_built()
 _BATCHES = 64  # kept of one step at most, since a loop may never step
@@ -56,6 +56,10 @@ class StepBeginning:
 
 class CannotRunAgain(RuntimeError):
     """A step cannot run again as the loop ran it; the message says why."""
+
+
+class NeedsOtherRanks(CannotRunAgain):
+    """The forward exchanges values with the other ranks: on one rank alone it would wait for them without end."""
 
 
 class StepRerun:
@@ -125,13 +129,15 @@ class StepRerun:
         step takes microseconds.
 
         Raises:
-            CannotRunAgain: The loop calls the model in an autocast region, and this run did not. Or its forward waits
-                for other ranks, which may not run the step again.
+            CannotRunAgain: The loop calls the model in an autocast region, and this run did not.
+            NeedsOtherRanks: Its forward waits for other ranks, which may not run the step again.
 
         Sync: as many as several steps, for each batch up to the first that is not finite.
         """
         if exchanging := exchanges_in_forward(self._model):
-            raise CannotRunAgain(f"{exchanging} exchanges values with the other ranks in its forward.")
+            raise NeedsOtherRanks(
+                f"{exchanging} exchanges values with the other ranks in its forward. On one rank alone it would wait."
+            )
         for begun in tuple(self._begun):
             alone = on_this_rank_alone(self._model, self.wrappers)
             with self._as_it_began(begun.random), alone, self._inside_autocast_as_the_loop():

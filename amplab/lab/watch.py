@@ -38,7 +38,7 @@ from amplab.diagnose import Findings, Observation, finding_of, run_findings
 from amplab.diagnose.catalogue import finding
 from amplab.diagnose.rules.parameters import adam_on_half, nonfinite_buffers
 from amplab.display.html import page
-from amplab.display.numbers import count
+from amplab.display.numbers import count, short_text
 from amplab.formats import ExponentHistogram
 from amplab.lab.events import GradientRecord, GradientSample, MixedScales, StepRecord, StepRow
 from amplab.lab.findings import LOOK_BACK, observed_run, with_explained
@@ -52,10 +52,11 @@ from amplab.lab.scale_probe import ScaledStep, probe_of
 from amplab.lab.skip_explanation import SkipExplanation, explained
 from amplab.lab.step_check import StepCheck
 from amplab.lab.step_look import StepLook
-from amplab.lab.step_rerun import CannotRunAgain, StepRerun
+from amplab.lab.step_rerun import CannotRunAgain, NeedsOtherRanks, StepRerun
 from amplab.lab.tensorboard_scalars import TensorBoardScalars
 from amplab.lab.watched_run import NO_LEVEL, WatchedRun
 from amplab.policies.nested_tensors import samples_in
+from amplab.scalers.unscaler import local_shard
 from amplab.trace import Trace
 from amplab.trace.argument_checks import check_values
 from amplab.trace.handed_step import (
@@ -112,6 +113,7 @@ class Watch:
         self._failures: list[str] = []
         self._ranks = RankWatch(model, optimizers, self._store, wrappers=lambda: self._rerun.wrappers, fail=self._fail)
         self._batch_size: int | None = None
+        self._needs_other_ranks = False  # no step can run again on this rank alone
         self._subscribers: list[Callable[[StepRecord], object]] = []
         self._ends: list[Callable[[], None]] = []
         self._hooks = _Hooks(
@@ -378,7 +380,8 @@ class Watch:
         self._skips_in_a_row = self._skips_in_a_row + 1 if record.skipped else 0
         if record.skipped:
             self._run_again(record.step, record.loss_scale, record.loss, self._skips_in_a_row)
-        if self._skips_in_a_row == _SKIPS_BEFORE_CHECK and not self._rerun.is_possible:
+        cannot = not self._rerun.is_possible or self._needs_other_ranks
+        if self._skips_in_a_row == _SKIPS_BEFORE_CHECK and cannot:
             self._check = StepCheck(self._model)
 
     def _run_again(self, step: int, loss_scale: float, loss: float | Tensor | None, in_a_row: int) -> None:
@@ -393,8 +396,14 @@ class Watch:
             found = self._rerun.first_nonfinite(loss_scale)
         except Exception as error:  # noqa: BLE001  a failed explanation must not end the loop
             failure = str(error) if isinstance(error, CannotRunAgain) else f"{type(error).__name__}: {error}"
-            self._store.find(step, finding("step-not-explained", evidence={"step": step}, failure=failure))
-            self._store.explain(SkipExplanation(step, "once", f"could not run again: {failure}"))
+            case = "ranks" if isinstance(error, NeedsOtherRanks) else ""
+            self._store.find(step, finding("step-not-explained", case, evidence={"step": step}, failure=failure))
+            why = f"could not run again: {failure}"
+            if case and value is not None:
+                said = "finite" if math.isfinite(value) else short_text(value)
+                why += f" The loss of rank {self._store.rank} was {said}."
+            self._store.explain(SkipExplanation(step, "once", why, rank=self._store.rank))
+            self._needs_other_ranks = bool(case)
             self._fail(f"step {step} could not run again: {failure}")
         else:
             first = self.history.record(0).loss if len(self.history) else None
@@ -467,7 +476,7 @@ def _names_by_place(model: nn.Module, optimizers: Sequence[Optimizer]) -> dict[s
 
 def _is_finite(parameter: Tensor) -> bool:
     """Whether its gradient is finite. Sync: one."""
-    grad = parameter.grad
+    grad = None if parameter.grad is None else local_shard(parameter.grad)
     values = grad.coalesce().values() if grad is not None and grad.is_sparse else grad
     return values is None or bool(torch.isfinite(values).all())
 

@@ -40,6 +40,7 @@ __all__ = [
     "check_unscale_copy",
     "draw_times",
     "hard_cases",
+    "schema_fault",
     "obstacle",
     "reference",
     "without_compiler",
@@ -124,6 +125,15 @@ def _with_gaps(grad: Tensor) -> Tensor:
 def _memory(grad: Tensor) -> Tensor:
     """Return everything in the storage of ``grad``."""
     return torch.empty(0).set_(grad.untyped_storage())
+
+
+def schema_fault(operator: Any, *arguments: Any) -> str:
+    """Return what `torch.library.opcheck` finds wrong in the schema of an operator; "" if it is true."""
+    try:
+        torch.library.opcheck(operator, arguments, test_utils="test_schema")
+    except Exception as error:  # noqa: BLE001 - the class of the error is private
+        return str(error).split(" (")[0]
+    return ""
 
 
 def draw_times(power: int) -> Chart:

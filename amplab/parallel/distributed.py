@@ -3,7 +3,11 @@
 gradient <- sum over processes (gradient / predivide) * (predivide / world_size if gradient_average else 1)
 """
 
+import atexit
+import gc
+import weakref
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -17,6 +21,9 @@ from torch import Tensor, nn
 from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
 
 __all__ = ["DistributedDataParallel", "Reducer", "apply_flat_dist_call", "flat_dist_call"]
+
+
+_WRAPPERS: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 
 
 class DistributedDataParallel(nn.parallel.DistributedDataParallel):
@@ -75,6 +82,7 @@ class DistributedDataParallel(nn.parallel.DistributedDataParallel):
             after = gradient_predivide_factor / dist.get_world_size() if gradient_average else 1.0
             options = (gradient_predivide_factor, after, allreduce_always_fp32)
             self.register_comm_hook(options, _allreduce)
+        _WRAPPERS.add(self)
 
     def disable_allreduce(self) -> None:
         """Leave the gradients of the following backwards on this rank, to accumulate: ``no_sync`` until enabled."""
@@ -86,6 +94,26 @@ class DistributedDataParallel(nn.parallel.DistributedDataParallel):
 
     def _passing_sync_batchnorm_handle(self, module: nn.Module) -> None:
         """Accept SyncBatchNorm on the CPU, which amplab's supports; torch's own raises in its forward."""
+
+
+@atexit.register
+def _free_groups() -> None:
+    """Free the process groups of the wrappers that still exist when the program ends, such as global variables.
+
+    Gloo's threads would outlive Python otherwise, and may abort the process. Groups of other backends stay.
+    """
+    groups = []
+    for wrapper in list(_WRAPPERS):
+        group = wrapper.__dict__.pop("process_group", None)
+        for name in ("reducer", "logger"):
+            wrapper.__dict__.pop(name, None)
+        groups.append(group)
+    for group in groups:
+        with suppress(ValueError, RuntimeError, AssertionError):  # the program has destroyed it
+            if dist.is_initialized() and dist.get_backend(group) == "gloo":
+                dist.destroy_process_group(group)
+    del groups
+    gc.collect()
 
 
 class Reducer:

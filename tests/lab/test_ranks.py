@@ -95,6 +95,27 @@ def with_synchronized_batchnorm(rank: int, folder: Path) -> str:
     return w.failures[0]
 
 
+def with_shards(rank: int, folder: Path) -> str:
+    """Train a sharded model on batches of which one of rank 1 overflows; return what the row of that step says."""
+    from torch.distributed.fsdp import fully_shard
+
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4))
+    fully_shard(model)
+    optimizer, scaler = torch.optim.SGD(model.parameters(), lr=0.01), GradScaler("cpu", init_scale=1024.0)
+    step = autocast("cpu", dtype=torch.float16)(lambda batch: model(batch).float().square().mean())
+    with warnings.catch_warnings(), watch(model, optimizer, scaler=scaler, step=step, log=folder, every=2) as w:
+        warnings.simplefilter("ignore", RuntimeWarning)
+        for batch in w.batches(batches(rank)):
+            optimizer.zero_grad()
+            scaler.scale(w.loss(step(batch))).backward()
+            scaler.step(optimizer)
+            scaler.update()
+    assert w.history.skipped_steps() == [BAD_STEP]
+    assert {each.name for each in w.findings().harmful} <= {"nonfinite-loss"}, str(w.findings())
+    return w.history.explanations[BAD_STEP].sentence
+
+
 def tools_of_one_rank(rank: int) -> None:
     """Call tools on rank 0 only, between two steps of both; nothing waits for rank 1, and both average as before."""
     model = net()
@@ -117,6 +138,9 @@ def several_runs(rank: int, folder: Path) -> list[list[list[float]]]:
     tools_of_one_rank(rank)
     failure = with_synchronized_batchnorm(rank, folder / "synchronized")
     assert "SyncBatchNorm, exchanges values with the other ranks in its forward" in failure
+    why = with_shards(rank, folder / "sharded")
+    assert "a FSDPSequential, exchanges values with the other ranks in its forward" in why
+    assert why.endswith(f"The loss of rank {rank} was {'NaN' if rank else 'finite'}."), why
     return [
         with_scaler(rank, folder / "wrapped", True),
         with_scaler(rank, folder / "inner", False),
@@ -129,7 +153,7 @@ def opened(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Run]:
     folder = tmp_path_factory.mktemp("ranks")
     first, second = run_ranks(several_runs, folder)
     assert first == second  # the weights of every rank are the same bits
-    return {name: load_run(next((folder / name).iterdir())) for name in ("wrapped", "inner", "O2")}
+    return {name: load_run(next((folder / name).iterdir())) for name in ("wrapped", "inner", "O2", "sharded")}
 
 
 @pytest.mark.parametrize("name", ["wrapped", "inner", "O2"])
@@ -158,8 +182,18 @@ def test_the_run_says_which_rank_module_and_tensor_overflowed(opened, name, modu
     why = run.history.explanations[BAD_STEP]
     assert (why.rank, why.module, why.op) == (1, module, op)
     assert why.sentence.startswith("rank 1: ")
+    assert "learning rate" not in why.sentence  # of a batch that is 1e5 times too large
     kinds = [each.history.explanations[BAD_STEP].kind for each in run.ranks]
     assert kinds[0] == "other-rank" != kinds[1]
+
+
+def test_a_sharded_step_that_cannot_run_again_on_one_rank_says_so_and_names_the_rank(opened):
+    run = opened["sharded"]
+    (record,) = run.history.skips()
+    assert record.first_nonfinite.startswith("rank 1: ")
+    assert run.history.explanations[BAD_STEP].sentence.endswith("The loss of rank 1 was NaN.")
+    (note,) = run.findings().named("step-not-explained")
+    assert "on its own rank" in note.cause
 
 
 def dies_in_its_loop(rank: int, folder: Path) -> None:

@@ -109,6 +109,15 @@ def test_a_kernel_that_skips_the_last_element_is_found():
     assert not lesson.agree(without_the_last, lesson.reference, lesson.hard_cases()["NaN in the last element"])
 
 
+def test_a_schema_that_conceals_a_change_is_found():
+    def operator(name, mutates):
+        return torch.library.custom_op(f"test_lesson_07::{name}", lesson.reference, mutates_args=mutates)
+
+    arguments = [torch.ones(3)], torch.zeros(1), torch.tensor(0.5)
+    assert lesson.schema_fault(operator("true", ("grads", "found_inf")), *arguments) == ""
+    assert "grads is not defined as mutable" in lesson.schema_fault(operator("silent", ("found_inf",)), *arguments)
+
+
 def test_the_folder_of_a_build_is_the_same_again_and_free_of_old_locks(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     path = os.environ["PATH"]

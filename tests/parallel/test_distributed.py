@@ -2,6 +2,8 @@
 
 import contextlib
 import copy
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -289,3 +291,36 @@ def test_reduce_op_is_where_apex_has_it():
     from amplab import parallel
 
     assert parallel.ReduceOp is torch.distributed.ReduceOp
+
+
+GLOBAL_WRAPPER = """
+import atexit, sys
+from pathlib import Path
+
+@atexit.register
+def say():  # after what amplab has registered, and just before Python ends
+    names = [each.read_text() for each in Path("/proc/self/task").glob("*/comm")]
+    print(sum("gloo" in name for name in names), flush=True)
+
+import torch
+import torch.distributed as dist
+from amplab.parallel import DistributedDataParallel
+
+store, rank = sys.argv[1:]
+dist.init_process_group("gloo", f"file://{store}", rank=int(rank), world_size=2)
+model = DistributedDataParallel(torch.nn.Linear(4, 2), gradient_predivide_factor=2.0)
+model(torch.ones(3, 4)).sum().backward()
+if rank == "0":
+    dist.destroy_process_group()
+"""
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads the names of threads in /proc")
+def test_a_global_wrapper_leaves_no_threads_when_the_program_ends(tmp_path):
+    """They abort a process that ends. Rank 0 destroys its group before the end, and rank 1 does not."""
+    words = [sys.executable, "-c", GLOBAL_WRAPPER, str(tmp_path / "store")]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    processes = [subprocess.Popen([*words, str(rank)], **pipes) for rank in range(2)]
+    for process in processes:
+        printed, said = process.communicate(timeout=200)
+        assert (process.returncode, printed) == (0, "0\n"), said

@@ -18,7 +18,7 @@ from amplab.diagnose.observed_step.tensor_summary import TensorSummary
 from amplab.diagnose.remedies.users_code import with_smaller_number
 from amplab.trace import OpRecord
 
-__all__ = ["why_out_of_float32"]
+__all__ = ["large_batch", "why_out_of_float32"]
 
 LARGE = 1e3
 """Weights above this come from earlier steps, and a batch above this was not normalized: both are usually about 1."""
@@ -55,6 +55,12 @@ def why_out_of_float32(found: FirstNonfinite, record: OpRecord) -> tuple[str, di
     if name in _POWERS and found.phase == "forward":
         return "power", {"weights": weights}
     return "", {}
+
+
+def large_batch(found: FirstNonfinite) -> float | None:
+    """Return the largest number of the batch if it, and no weight, is too large to be normalized; else None."""
+    weights, batch = _largest(found, "parameter"), _largest(found, "batch")
+    return batch if batch > LARGE >= weights else None
 
 
 def _explains(found: FirstNonfinite, op: int) -> float | None:
