@@ -75,6 +75,7 @@ def line_chart(
     Raises:
         ValueError: there is no curve, or `x` has another length than the longest curve.
     """
+    curves = {name: list(values) for name, values in curves.items()}  # arrays too, such as a column of a history
     places = _places(curves, x)
     shown = [value for values in curves.values() for value in values if _is_shown(value, log=log_y)]
     shows_names = len(curves) > 1 or not y_label

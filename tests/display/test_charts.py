@@ -5,6 +5,7 @@ import math
 import re
 from xml.etree import ElementTree
 
+import numpy as np
 import pytest
 import torch
 from html_outline import outline
@@ -176,6 +177,11 @@ def test_zeros_alone_have_no_bars() -> None:
     chart = exponent_chart(exponent_histogram(torch.zeros(3)), FLOAT16, shift=4)
     assert repr(chart) == "float16, values × 2^4: only zeros"
     assert "<path" not in chart.drawing
+
+
+def test_a_column_of_an_array_is_a_curve():
+    values = [2.0, 1.0]
+    assert str(line_chart({"loss": np.array(values)})) == str(line_chart({"loss": values}))
 
 
 def test_a_page_without_style_sheets_gets_a_picture() -> None:
