@@ -107,6 +107,12 @@ def test_numbers_in_the_text_have_two_digits(value: float, text: str) -> None:
 # ---- bars ---------------------------------------------------------------------------------------
 
 
+def test_a_bar_can_be_a_part_of_a_whole_that_is_not_drawn():
+    (half,) = bars_of(bar_chart({"lost": 50.0}, unit="%", whole=100))
+    (full,) = bars_of(bar_chart({"lost": 50.0}, unit="%"))
+    assert half == pytest.approx(full / 2, abs=0.1)
+
+
 def test_bars_have_the_length_of_their_values() -> None:
     one, two, none = bars_of(bar_chart({"O0": 1.0, "O1": 0.5, "lost": 0.0}, unit="MB", label="memory"))
     assert two == pytest.approx(one / 2, abs=0.1)
