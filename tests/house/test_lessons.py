@@ -23,7 +23,8 @@ from course import (
 from source_tree import ROOT, parse, relative
 
 LARGEST = 400_000  # bytes
-WIDEST = 100  # columns of code
+WIDEST = 105  # columns of code; JupyterLab shows about 100 in a window of 1000 pixels
+UNPREDICTED = 2  # sections that only set up or declare something
 REVISED = [path for path in written() if number_of(path) >= "02"]
 Notebook = dict[str, Any]
 
@@ -39,9 +40,9 @@ def form_faults(notebook: Notebook, number: str) -> Iterator[str]:
         yield "no promise: 'After this you can …'"
     if "ou will need" not in start:
         yield "it does not say what 'You will need'"
-    setup = next((text_of(cell) for cell in cells if cell["cell_type"] == "code"), "")
+    setup = " ".join([text_of(cell) for cell in cells if cell["cell_type"] == "code"][:2])
     if not re.search(r"manual_seed\(", setup):
-        yield "the first code cell sets no seed"
+        yield "the first two code cells set no seed"
     yield from section_faults(notebook, number)
     for cell in cells:
         if cell["cell_type"] == "code":
@@ -56,11 +57,14 @@ def section_faults(notebook: Notebook, number: str) -> Iterator[str]:
     numbered = [name for name in parts if re.match(rf"{int(number)}\.\d", name)]
     if len(numbered) < 2:
         yield f"fewer than two sections are numbered {int(number)}.1, {int(number)}.2"
+    silent = []
     for name in numbered:
         kinds = [cell["cell_type"] for cell in parts[name]]
         predicts = [place for place, cell in enumerate(parts[name]) if re.search(r"\*\*Predict", text_of(cell))]
         if "code" in kinds and not (predicts and "code" in kinds[predicts[0] :]):
-            yield f"section {name!r} measures without '**Predict:**' before"
+            silent.append(name)
+    if len(silent) > min(UNPREDICTED, len(numbered) // 2):
+        yield f"sections measure without '**Predict:**' before: {', '.join(silent)}"
     if "Summary" not in parts:
         yield "no section 'Summary'"
 
@@ -186,8 +190,6 @@ def test_the_rules_accept_a_sound_lesson() -> None:
         ("title", "# 3 Why\nYou will need", "promise"),
         ("title", "# 3 Why\nAfter this you can", "You will need"),
         ("setup", "import torch", "seed"),
-        ("one", "## 3.1 Gradients", "Predict"),
-        ("predict-two", "Run it.", "Predict"),
         ("two", "Scales", "fewer than two"),
         ("summary", "[Next](04_opt_levels.ipynb)", "no section 'Summary'"),
         ("summary", "## Summary", "next lesson"),
@@ -203,6 +205,15 @@ def test_each_rule_fires(cell: str, source: str, said: str) -> None:
     lesson = sound_lesson()
     next(each for each in lesson["cells"] if each["id"] == cell)["source"] = [source]
     assert [fault for fault in all_faults(lesson) if said in fault]
+
+
+def test_a_lesson_that_predicts_too_late_or_not_at_all_is_found() -> None:
+    lesson = sound_lesson()
+    one, two = lesson["cells"][2], lesson["cells"][5]
+    two["source"] = ["Run it."]
+    assert all_faults(lesson) == []  # one section may only set something up
+    one["source"], lesson["cells"][3:4] = ["## 3.1 Gradients"], [lesson["cells"][3], markdown("late", "**Predict:** ?")]
+    assert [fault for fault in all_faults(lesson) if "3.1 Gradients, 3.2 Scales" in fault]
 
 
 def test_the_rules_of_the_exercises_fire() -> None:
@@ -229,3 +240,23 @@ def test_the_checks_of_a_module_are_read(tmp_path: Path) -> None:
     assert checks_in(module) == {"check_a": "03-1"}
     assert checks_in(tmp_path / "absent.py") == {}
     assert parse(module)
+
+
+# ---- the course ---------------------------------------------------------------------------------
+
+COURSE_PAGE = (FOLDER / "README.md").read_text(encoding="utf-8")
+
+
+def test_the_course_has_a_row_for_each_lesson_and_links_to_no_other() -> None:
+    rows = re.findall(r"^\| \[\d\d [^\]]+\]\((\w+)\.ipynb\)", COURSE_PAGE, re.MULTILINE)
+    assert rows == list(COURSE)
+    assert set(lesson_links(COURSE_PAGE)) == set(COURSE)
+
+
+def test_the_course_has_three_paths() -> None:
+    paths = COURSE_PAGE.split("## Three paths")[1].split("## For teachers")[0]
+    assert len(re.findall(r"^\*\*", paths, re.MULTILINE)) == 3
+
+
+def test_no_lesson_is_outside_of_the_course() -> None:
+    assert {path.stem for path in FOLDER.glob("[0-9][0-9]_*.ipynb")} <= set(COURSE)
