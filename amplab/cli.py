@@ -30,9 +30,13 @@ from amplab.launch import (
     find_lessons,
     launch,
     launch_ranks,
+    lesson_rows,
+    lesson_table,
     lessons_directory,
     plan_launch,
+    progress_file,
 )
+from amplab.lessons.progress import read_progress
 from amplab.scripts import DEVICES, ScriptError, run_module, run_script
 
 if TYPE_CHECKING:
@@ -64,21 +68,21 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def open_lab(options: argparse.Namespace) -> int:
     """Open JupyterLab on a notebook."""
-    if options.jupyter and not options.jupyter[0].startswith("-"):
-        stray = options.jupyter[0]
-        return refuse(
-            options, LaunchError(f"{stray}: not an option; to open a lesson run `amplab lab --notebook {stray}`.")
-        )
     try:
         shipped = find_lessons()
-        lesson = choose_lesson(shipped, options.notebook)
+        named, further = _lesson_and_arguments(options)
+        if options.list:
+            print(lesson_table(lesson_rows(shipped, read_progress(progress_file(lessons_directory())))))
+            return 0
+        lesson = choose_lesson(shipped, named)
         copies = copy_lessons(shipped, lessons_directory(), renew=options.renew)
         plan = plan_launch(
-            copies.folder / lesson.name,
+            copies.folder / lesson.relative_to(shipped),
+            folder=copies.folder,
             port=options.port,
             browser=options.browser,
             app=options.app,
-            extra=options.jupyter,
+            extra=further,
         )
     except LaunchError as error:
         return refuse(options, error)
@@ -89,6 +93,19 @@ def open_lab(options: argparse.Namespace) -> int:
         print(f"To see {lesson.name}, open the address that JupyterLab prints below.")
     print("To stop the lab, press Ctrl+C twice here.", flush=True)
     return launch(plan)
+
+
+def _lesson_and_arguments(options: argparse.Namespace) -> tuple[str, list[str]]:
+    """Return the lesson that is named, "00" if none is, and the arguments for JupyterLab, which start with a dash."""
+    words = list(options.words)
+    named = options.notebook
+    if words and not words[0].startswith("-"):
+        if named is not None:
+            raise LaunchError(f"{words[0]} and --notebook {named}: expected one lesson.")
+        named = words.pop(0)
+    if words and not words[0].startswith("-"):
+        raise LaunchError(f"{words[0]}: expected one lesson, and arguments of JupyterLab only after --.")
+    return "00" if named is None else named, words
 
 
 def lessons_line(copies: WorkingCopies) -> str:
@@ -352,14 +369,16 @@ def build_parser() -> argparse.ArgumentParser:
 def add_lab(parser: argparse.ArgumentParser) -> None:
     """Add the options of ``amplab lab``."""
     parser.description = "Open JupyterLab on a lesson. The server accepts connections from this machine only."
-    parser.add_argument("--notebook", default="00", metavar="03", help="start of the lesson's name (default: 00)")
+    parser.add_argument("--notebook", metavar="03", help="the lesson, by number or name (the same as LESSON)")
+    parser.add_argument("--list", action="store_true", help="list the lessons and your progress, and open nothing")
     text = "hide the sources of the cells: the lesson's text and the dashboard alone"
     parser.add_argument("--app", action="store_true", help=text)
     text = "write new copies of the lessons; the ones that you have changed get another name"
     parser.add_argument("--renew", action="store_true", help=text)
     parser.add_argument("--port", type=int, help="port of the server (default: 8888 or the next free one)")
     parser.add_argument("--no-browser", dest="browser", action="store_false", help="print the address instead")
-    parser.add_argument("jupyter", nargs="*", metavar="-- ARGUMENT", help="further arguments for JupyterLab, after --")
+    text = "a lesson by number or name, such as 03 or clinic (default: 00); after --, further arguments for JupyterLab"
+    parser.add_argument("words", nargs="*", metavar="LESSON", help=text)
     parser.set_defaults(run=open_lab)
 
 

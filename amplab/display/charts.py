@@ -75,6 +75,7 @@ def line_chart(
     Raises:
         ValueError: there is no curve, or `x` has another length than the longest curve.
     """
+    curves = {name: list(values) for name, values in curves.items()}  # arrays too, such as a column of a history
     places = _places(curves, x)
     shown = [value for values in curves.values() for value in values if _is_shown(value, log=log_y)]
     shows_names = len(curves) > 1 or not y_label
@@ -252,7 +253,7 @@ def _rough(value: float) -> str:
 _BAR, _APART = 22, 8  # height of a bar, space to the next
 
 
-def bar_chart(values: Mapping[str, float], *, unit: str = "", label: str = "") -> Chart:
+def bar_chart(values: Mapping[str, float], *, unit: str = "", label: str = "", whole: float | None = None) -> Chart:
     """Draw one horizontal bar for each name, from zero.
 
     >>> bar_chart({"O0": 1.0, "O1": 0.52}, unit="MB", label="memory of the model")
@@ -262,13 +263,14 @@ def bar_chart(values: Mapping[str, float], *, unit: str = "", label: str = "") -
         values: name -> number; one that is not finite or is negative has no bar, only its text.
         unit: written after each number.
         label: what the numbers are.
+        whole: the number of a bar of full length, so that drawings can be compared; None: the largest value.
 
     Raises:
         ValueError: there is no value.
     """
     if not values:
         raise ValueError("values={}: expected at least one name with a number.")
-    largest = max((value for value in values.values() if math.isfinite(value)), default=0.0)
+    largest = max([whole or 0.0, *(value for value in values.values() if math.isfinite(value))])
     said = {name: f"{_rough(value)} {unit}".strip() for name, value in values.items()}
     left = 14 + _CHARACTER * max(map(len, values))
     room = 760 - left - 16 - _CHARACTER * max(map(len, said.values()))

@@ -1,5 +1,6 @@
 """Opens JupyterLab on one lesson: on this machine only, behind its token, with nothing downloaded.
 
+    lesson_list what `amplab lab --list` prints
     lessons     the working copies of the notebooks, which the person may change
     server      the command line and the environment of JupyterLab
     trust       the part of its server that signs unchanged lessons
@@ -9,6 +10,7 @@
 Standard library only, so that JupyterLab does not wait for torch. The dashboard itself is in :mod:`amplab.views`.
 """
 
+from amplab.launch.lesson_list import lesson_rows, lesson_table
 from amplab.launch.lessons import (
     LaunchError,
     WorkingCopies,
@@ -16,6 +18,7 @@ from amplab.launch.lessons import (
     copy_lessons,
     find_lessons,
     lessons_directory,
+    progress_file,
 )
 from amplab.launch.ranks import LaunchStopped, RankEnd, launch_ranks
 from amplab.launch.server import Launch, launch, plan_launch
@@ -26,6 +29,9 @@ __all__ = [
     "find_lessons",
     "choose_lesson",
     "lessons_directory",
+    "lesson_rows",
+    "lesson_table",
+    "progress_file",
     "copy_lessons",
     "Launch",
     "plan_launch",

@@ -22,10 +22,13 @@ __all__ = [
     "find_lessons",
     "lesson_names",
     "lessons_directory",
+    "progress_file",
     "unchanged_lessons",
 ]
 
 LESSON = "[0-9][0-9]_*.ipynb"
+LANGUAGES = ("zh",)
+"""Folders of lessons in other languages, below the lessons."""
 SHIPPED = "share/amplab/lessons"
 """Where a wheel puts the lessons, below the environment's folder; pyproject.toml says the same."""
 
@@ -79,25 +82,44 @@ def _installed() -> list[Path]:
     return [Path(str(lessons[0].locate())).resolve().parent] if lessons else []
 
 
-def choose_lesson(folder: Path, prefix: str = "00") -> Path:
-    """Return the one lesson in `folder` whose name starts with `prefix` ("03", "03_loss", a whole name).
+def choose_lesson(folder: Path, name: str = "00") -> Path:
+    """Return the one lesson in `folder` that `name` means.
+
+    Args:
+        folder: folder of the lessons.
+        name: a number ("3", "03"), the start of a name ("03_loss", "opt_levels", a whole name), or a part of it of at
+            least three letters ("clinic"). A lesson in Chinese is "zh/03".
 
     Raises:
-        LaunchError: no name or several names start with it; the message lists the lessons.
+        LaunchError: no name or several names fit; the message lists the lessons.
     """
-    lessons = sorted(folder.glob(LESSON))
-    chosen = [lesson for lesson in lessons if prefix and lesson.name.startswith(prefix)]
+    known = [name.removesuffix(".ipynb") for name in lesson_names(folder)]
+    chosen = _chosen(known, name.removesuffix(".ipynb").replace("-", "_"))
     if len(chosen) == 1:
-        return chosen[0]
-    problem = "no lesson has a name" if not chosen else f"{len(chosen)} lessons have names"
-    known = ", ".join(lesson.stem for lesson in lessons)
-    raise LaunchError(f"--notebook {prefix!r}: {problem} that starts with it; the lessons are {known}.")
+        return folder / f"{chosen[0]}.ipynb"
+    problem = "no lesson has this number or name" if not chosen else f"{len(chosen)} lessons have names that fit"
+    raise LaunchError(f"lesson {name!r}: {problem}; the lessons are {', '.join(known)}.")
+
+
+def _chosen(known: list[str], name: str) -> list[str]:
+    """Return the lessons that `name` means, by the first reading that finds one."""
+    readings = (
+        [each for each in known if name.isdigit() and each.startswith(f"{int(name):02}_")],
+        [each for each in known if name and each.startswith(name)],
+        [each for each in known if len(name) >= 3 and "/" not in each and name in each],
+    )
+    return next(filter(None, readings), [])
 
 
 def lessons_directory() -> Path:
     """Return the folder of the working copies: $AMPLAB_LESSONS, else ~/amplab-lessons."""
     named = os.environ.get("AMPLAB_LESSONS")
     return Path(named).expanduser().absolute() if named else Path.home() / "amplab-lessons"
+
+
+def progress_file(folder: Path) -> Path:
+    """Return the file of the progress through the exercises, beside the working copies."""
+    return folder / "progress.json"
 
 
 def copy_lessons(shipped: Path, folder: Path, *, renew: bool = False) -> WorkingCopies:
@@ -116,13 +138,14 @@ def copy_lessons(shipped: Path, folder: Path, *, renew: bool = False) -> Working
     written, moved = [], []
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        for lesson in sorted(shipped.glob(LESSON)):
-            copy = folder / lesson.name
+        for name in lesson_names(shipped):
+            lesson, copy = shipped / name, folder / name
+            copy.parent.mkdir(exist_ok=True)
             if renew and copy.exists() and not _equal(lesson, copy):
-                moved.append((copy.name, copy.rename(_free_name(copy)).name))
+                moved.append((name, copy.rename(_free_name(copy)).name))
             if not copy.exists():
                 _write_new(lesson, copy)
-                written.append(copy.name)
+                written.append(name)
     except OSError as error:
         raise LaunchError(
             f"cannot write the working copies of the lessons to {folder} ({error.strerror or error}): set the "
@@ -132,8 +155,9 @@ def copy_lessons(shipped: Path, folder: Path, *, renew: bool = False) -> Working
 
 
 def lesson_names(shipped: Path) -> list[str]:
-    """Return the file names of the lessons."""
-    return sorted(lesson.name for lesson in shipped.glob(LESSON))
+    """Return the file names of the lessons, those in other languages last, each with its folder."""
+    translated = [f"{language}/{path.name}" for language in LANGUAGES for path in (shipped / language).glob(LESSON)]
+    return sorted(lesson.name for lesson in shipped.glob(LESSON)) + sorted(translated)
 
 
 def unchanged_lessons(shipped: Path, folder: Path) -> list[Path]:

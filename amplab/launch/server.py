@@ -19,8 +19,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from urllib.parse import quote
 
-from amplab.launch.lessons import LaunchError
+from amplab.launch.lessons import LaunchError, progress_file
 from amplab.launch.trust import HIDDEN_SOURCES
+from amplab.lessons.progress import PROGRESS
 
 __all__ = ["Launch", "has_browser", "lab_environment", "launch", "plan_launch", "runs_as_root"]
 
@@ -46,6 +47,7 @@ class Launch:
 def plan_launch(
     notebook: Path,
     *,
+    folder: Path | None = None,
     port: int | None = None,
     browser: bool = True,
     app: bool = False,
@@ -54,7 +56,8 @@ def plan_launch(
     """Return the command that opens `notebook` as a single document.
 
     Args:
-        notebook: a file; JupyterLab serves its folder.
+        notebook: a file in `folder`.
+        folder: the folder that JupyterLab serves, with the progress of the exercises; None for that of the notebook.
         port: TCP port in [1, 65535]; None takes 8888 or the next free one.
         browser: whether to open a browser, if there is one.
         app: whether to hide the sources of the cells.
@@ -71,11 +74,12 @@ def plan_launch(
     if port is not None:
         check_port(port)
     opens_browser = browser and has_browser()
+    root = folder or notebook.parent
     command = [
         *(sys.executable, "-P", "-m", "jupyterlab", "--log-level=WARN"),
         f"--ServerApp.ip={ADDRESS}",
-        f"--ServerApp.root_dir={notebook.parent}",
-        f"--LabApp.default_url=/doc/tree/{quote(notebook.name)}",
+        f"--ServerApp.root_dir={root}",
+        f"--LabApp.default_url=/doc/tree/{quote(notebook.relative_to(root).as_posix())}",
         "--LabApp.news_url=",
         "--LabApp.check_for_updates_class=jupyterlab.NeverCheckForUpdate",
         "--LabApp.extension_manager=readonly",
@@ -85,7 +89,7 @@ def plan_launch(
         *(["--allow-root"] if runs_as_root() else []),
         *extra,
     ]
-    return Launch(tuple(command), lab_environment(os.environ, app=app), opens_browser)
+    return Launch(tuple(command), lab_environment(os.environ, app=app, progress=progress_file(root)), opens_browser)
 
 
 def launch(plan: Launch) -> int:
@@ -96,7 +100,9 @@ def launch(plan: Launch) -> int:
     return subprocess.call(plan.command, env=dict(plan.environment))
 
 
-def lab_environment(environment: Mapping[str, str], *, app: bool = False) -> dict[str, str]:
+def lab_environment(
+    environment: Mapping[str, str], *, app: bool = False, progress: Path | None = None
+) -> dict[str, str]:
     """Return `environment` with the lab's default settings after the user's, and this interpreter's kernel first."""
     paths = [environment.get("JUPYTER_CONFIG_PATH", ""), str(SETTINGS)]
     return {
@@ -104,6 +110,7 @@ def lab_environment(environment: Mapping[str, str], *, app: bool = False) -> dic
         **environment,
         "JUPYTER_CONFIG_PATH": os.pathsep.join(path for path in paths if path),
         HIDDEN_SOURCES: "1" if app else "",
+        **({} if progress is None else {PROGRESS: str(progress)}),
     }
 
 

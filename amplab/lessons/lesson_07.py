@@ -147,7 +147,7 @@ def draw_times(power: int) -> Chart:
         "one call": milliseconds(lambda: unscale_(grads, found_inf, inv_scale), 0.01),
     }
     ratios = {name: float(f"{time / bound:.2g}") for name, time in times.items()}
-    return bar_chart({**ratios, "the bound": 1.0}, unit="×", label=f"2^{power} tensors: time / time of flat.mul_")
+    return bar_chart({**ratios, "the bound": 1.0}, unit="×", label=f"{2**power} tensors: time / time of flat.mul_")
 
 
 @contextlib.contextmanager

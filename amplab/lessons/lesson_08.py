@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from amplab.amp import MemoryUse, Session
 from amplab.display.charts import Chart, bar_chart, line_chart
+from amplab.display.numbers import binary_power
 from amplab.lab.tasks.digits import digit_images
 from amplab.lessons.exercises import exercise
 
@@ -86,7 +87,9 @@ def draw_lost_updates(power: int) -> Chart:
     """Draw `lost_updates` of the network at the learning rate ``2 ** power``, in percent."""
     shares = lost_updates(_with_gradients(), 2.0**power)
     percent = {name: float(round(100 * share)) for name, share in shares.items()}
-    return bar_chart(percent, unit="%", label=f"updates that half loses at learning rate 2^{power}")
+    return bar_chart(
+        percent, unit="%", label=f"updates that half loses at learning rate {binary_power(power)}", whole=100
+    )
 
 
 def losses_of(opt_level: str, learning_rate: float, steps: int = 200) -> list[float]:
@@ -157,7 +160,7 @@ def draw_clipping(power: int, order: str, optimizer: str) -> Chart:
     if order != RIGHT:
         curves[order] = clipped_losses(order, 2.0**power, optimizer)
     rounded = {name: [round(loss, 2) for loss in losses] for name, losses in curves.items()}
-    return line_chart(rounded, x_label="step", y_label=f"loss ({optimizer}, scale 2^{power})")
+    return line_chart(rounded, x_label="step", y_label=f"loss ({optimizer}, scale {binary_power(power)})")
 
 
 @exercise("08-1")

@@ -77,7 +77,7 @@ def draw_step(hidden: int) -> Chart:
         optimizer = make(model.parameters())
         optimizer.step()  # the first one makes the state
         counts[name] = float(operators_called(optimizer.step))
-    return bar_chart(counts, label=f"operators of a step, {2 * hidden + 4} tensors")
+    return bar_chart(counts, label=f"operators of a step, {2 * hidden + 4} tensors", whole=600)
 
 
 def first_updates() -> dict[str, float]:
@@ -114,9 +114,10 @@ def draw_padding(width: int) -> Chart:
     model = nn.Linear(side, side)
     model(torch.ones(1, side)).sum().backward()
     (buffer,) = FlatGradients(model.parameters()).buffers
-    used = sum(param.numel() for param in model.parameters())
-    parts = {"weight": float(side * side), "bias": float(side), "padding": float(buffer.numel() - used)}
-    return bar_chart(parts, unit="elements", label=f"buffer of Linear({side}, {side})")
+    used, size = sum(param.numel() for param in model.parameters()), buffer.numel()
+    parts = {"weight": side * side, "bias": side, "padding": size - used}
+    percent = {name: 100 * count / size for name, count in parts.items()}
+    return bar_chart(percent, unit="%", label=f"buffer of Linear({side}, {side}): {size} elements", whole=100)
 
 
 def _assign(model: nn.Module) -> None:

@@ -19,8 +19,10 @@ import amplab
 __all__ = ["CodeLine", "call_of_user_line", "user_line"]
 
 _LIBRARIES = tuple(f"{Path(str(module.__file__)).parent}/" for module in (torch, amplab))
-_MODELS = tuple(f"{Path(str(amplab.__file__)).parent}/lab/{name}" for name in ("models", "tasks"))
-"""The code of the lab's own models, which is shown as a person's own is."""
+_MODELS = tuple(
+    f"{Path(str(amplab.__file__)).parent}/{name}" for name in ("lab/models", "lab/tasks", "lessons/lesson_")
+)
+"""The models of the lab and of the lessons, whose code is shown as a person's own is."""
 
 _STANDARD = f"{sysconfig.get_paths()['stdlib']}/"
 _INSTALLED = ("site-packages", "dist-packages")

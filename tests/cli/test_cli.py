@@ -12,6 +12,7 @@ from amplab import __version__
 from amplab.cli import build_parser, main
 from amplab.lab import FIELDS, MODELS, ExperimentConfig, load_run
 from amplab.lab.models import register_model
+from amplab.launch import Launch
 from amplab.views.controls import controls_payload
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -132,6 +133,36 @@ def test_unknown_lesson_says_which_there_are(capsys: pytest.CaptureFixture[str])
     assert "'77'" in message
     assert "00_the_lab" in message
     assert "01_number_formats" in message
+
+
+@pytest.mark.parametrize("words", ["01 02", "01 --notebook 02", "no_such_lesson"])
+def test_one_lesson_is_expected(capsys: pytest.CaptureFixture[str], words: str) -> None:
+    assert "lesson" in refusal(capsys, "lab", "--port", "0", *words.split())
+
+
+@pytest.mark.parametrize("words", [["1"], ["number_formats"], ["--notebook", "01"], ["1", "--", "--debug"]])
+def test_a_lesson_is_opened_by_number_or_name(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, words: list[str]
+) -> None:
+    plans: list[Launch] = []
+    monkeypatch.setenv("AMPLAB_LESSONS", str(tmp_path))
+    monkeypatch.setattr("amplab.cli.launch", lambda plan: plans.append(plan) or 0)
+    assert main(["lab", "--no-browser", *words]) == 0
+    assert "--LabApp.default_url=/doc/tree/01_number_formats.ipynb" in plans[0].command
+    assert (plans[0].command[-1] == "--debug") == ("--debug" in words)
+
+
+def test_the_list_of_lessons_shows_the_progress(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("AMPLAB_LESSONS", str(tmp_path))
+    (tmp_path / "progress.json").write_text('{"08-1": "2026-01-01", "08-3": "2026-01-02"}')
+    assert main(["lab", "--list"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].startswith("00  The lab")
+    (eighth,) = [line for line in lines if line.startswith("08")]
+    assert eighth.endswith("2 of 3 exercises")
+    assert not (tmp_path / "00_the_lab.ipynb").exists()  # a list writes nothing
 
 
 @pytest.mark.parametrize(("text", "value"), [("2**10", 1024), ("1e3", 1000), ("7", 7)])

@@ -5,6 +5,7 @@ import math
 import re
 from xml.etree import ElementTree
 
+import numpy as np
 import pytest
 import torch
 from html_outline import outline
@@ -106,6 +107,12 @@ def test_numbers_in_the_text_have_two_digits(value: float, text: str) -> None:
 # ---- bars ---------------------------------------------------------------------------------------
 
 
+def test_a_bar_can_be_a_part_of_a_whole_that_is_not_drawn():
+    (half,) = bars_of(bar_chart({"lost": 50.0}, unit="%", whole=100))
+    (full,) = bars_of(bar_chart({"lost": 50.0}, unit="%"))
+    assert half == pytest.approx(full / 2, abs=0.1)
+
+
 def test_bars_have_the_length_of_their_values() -> None:
     one, two, none = bars_of(bar_chart({"O0": 1.0, "O1": 0.5, "lost": 0.0}, unit="MB", label="memory"))
     assert two == pytest.approx(one / 2, abs=0.1)
@@ -170,6 +177,11 @@ def test_zeros_alone_have_no_bars() -> None:
     chart = exponent_chart(exponent_histogram(torch.zeros(3)), FLOAT16, shift=4)
     assert repr(chart) == "float16, values × 2^4: only zeros"
     assert "<path" not in chart.drawing
+
+
+def test_a_column_of_an_array_is_a_curve():
+    values = [2.0, 1.0]
+    assert str(line_chart({"loss": np.array(values)})) == str(line_chart({"loss": values}))
 
 
 def test_a_page_without_style_sheets_gets_a_picture() -> None:

@@ -461,3 +461,22 @@ def test_parameters_of_several_optimizers_have_the_models_names(tmp_path):
     assert {record.first_nonfinite for record in skips} <= set(dict(model.named_parameters()))
     assert "param_groups" not in w.log_path.read_text() + str(w.findings())
     assert load_run(w.log_path).history.explanations == w.history.explanations != {}
+
+
+def test_a_batch_that_is_too_large_is_not_blamed_on_the_learning_rate():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 4))
+    optimizer, scaler = torch.optim.SGD(model.parameters(), lr=0.01), amplab.GradScaler("cpu", init_scale=1024.0)
+    step = amplab.autocast("cpu", dtype=torch.float16)(lambda batch: model(batch).float().abs().mean())
+    batches = [torch.randn(8, 16) * (1e37 if place == 2 else 1.0) for place in range(4)]
+    with watch(model, optimizer, scaler=scaler, step=step) as w:
+        for batch in w.batches(batches):
+            optimizer.zero_grad()
+            scaler.scale(w.loss(step(batch))).backward()
+            scaler.step(optimizer)
+            scaler.update()
+    first = w.history.explanations[2]
+    assert first.kind == "data"
+    assert "the batch contains numbers up to" in first.sentence
+    assert "learning rate" not in first.sentence
+    assert "the batch contains numbers up to" in w.findings()[0].cause

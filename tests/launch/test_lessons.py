@@ -1,6 +1,7 @@
 """The lessons: chosen by name, copied once, never overwritten, and signed only while they are as shipped."""
 
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -13,7 +14,17 @@ import pytest
 from nbformat.sign import NotebookNotary
 from source_tree import PACKAGE, ROOT
 
-from amplab.launch import LaunchError, choose_lesson, copy_lessons, find_lessons, lessons_directory
+from amplab.launch import (
+    LaunchError,
+    choose_lesson,
+    copy_lessons,
+    find_lessons,
+    lesson_rows,
+    lesson_table,
+    lessons_directory,
+)
+from amplab.launch.lesson_list import LessonRow
+from amplab.launch.lessons import unchanged_lessons
 from amplab.launch.trust import sign_lessons
 
 NAMES = ("00_the_lab", "03_loss_scale", "10_formats", "11_kernels")
@@ -46,7 +57,13 @@ def test_missing_lessons_are_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         find_lessons(tmp_path)
 
 
-@pytest.mark.parametrize(("prefix", "name"), [("00", "00_the_lab"), ("03", "03_loss_scale"), ("10_f", "10_formats")])
+@pytest.mark.parametrize(
+    ("prefix", "name"),
+    [
+        *(("00", "00_the_lab"), ("03", "03_loss_scale"), ("10_f", "10_formats"), ("3", "03_loss_scale")),
+        *(("loss", "03_loss_scale"), ("loss-scale", "03_loss_scale"), ("10_formats.ipynb", "10_formats")),
+    ],
+)
 def test_a_lesson_is_chosen_by_its_first_letters(shipped: Path, prefix: str, name: str) -> None:
     assert choose_lesson(shipped, prefix).stem == name
 
@@ -57,6 +74,41 @@ def test_a_lesson_is_chosen_by_its_first_letters(shipped: Path, prefix: str, nam
 def test_an_unclear_lesson_says_which_there_are(shipped: Path, prefix: str, problem: str) -> None:
     with pytest.raises(LaunchError, match=f"{prefix!r}: {problem}.* {', '.join(NAMES)}"):
         choose_lesson(shipped, prefix)
+
+
+@pytest.fixture
+def chinese(shipped: Path) -> Path:
+    """Lessons of which one is translated, too."""
+    (shipped / "zh").mkdir()
+    shutil.copy(shipped / "03_loss_scale.ipynb", shipped / "zh")
+    return shipped
+
+
+def test_translated_lessons_are_copied_and_chosen_by_their_folder(chinese: Path, folder: Path) -> None:
+    assert copy_lessons(chinese, folder).written[-1] == "zh/03_loss_scale.ipynb"
+    assert choose_lesson(chinese, "zh/03") == chinese / "zh" / "03_loss_scale.ipynb"
+    assert choose_lesson(chinese, "3") == choose_lesson(chinese, "loss") == chinese / "03_loss_scale.ipynb"
+    (folder / "zh" / "03_loss_scale.ipynb").write_text("my work")
+    assert unchanged_lessons(chinese, folder) == [folder / f"{name}.ipynb" for name in NAMES]
+    ((old, new),) = copy_lessons(chinese, folder, renew=True).moved
+    assert old == "zh/03_loss_scale.ipynb"
+    assert (folder / "zh" / new).read_text() == "my work"
+
+
+def test_the_list_has_titles_minutes_and_progress(chinese: Path) -> None:
+    cells = [
+        nbformat.v4.new_markdown_cell("# 3 Why scale the loss\n\nAfter this you can. 10–15 minutes."),
+        nbformat.v4.new_code_cell("check(...)", id="exercise-1"),
+        nbformat.v4.new_markdown_cell("solution", id="exercise-2"),
+        nbformat.v4.new_code_cell("check(...)", id="exercise-3"),
+    ]
+    nbformat.write(nbformat.v4.new_notebook(cells=cells), chinese / "03_loss_scale.ipynb")
+    rows = {row.name: row for row in lesson_rows(chinese, {"03-1": "2026-01-01", "10-1": "2026-01-02"})}
+    assert rows["03_loss_scale"] == LessonRow("03_loss_scale", "Why scale the loss", "10–15", 2, 1)
+    assert list(rows) == [*NAMES, "zh/03_loss_scale"]
+    table = lesson_table([*rows.values()])
+    assert re.search(r"^03  Why scale the loss  10–15 min +1 of 2 exercises$", table, re.MULTILINE)
+    assert re.search(r"^zh/03  ", table, re.MULTILINE)
 
 
 def test_copies_are_written_once_and_never_overwritten(shipped: Path, folder: Path) -> None:

@@ -23,6 +23,7 @@ import amplab
 from amplab.cli import main
 from amplab.launch import LaunchError, plan_launch
 from amplab.launch.server import lab_environment
+from amplab.lessons.progress import PROGRESS
 
 ROOT = Path(__file__).resolve().parents[2]
 SERVER = re.escape("http://127.0.0.1")
@@ -52,6 +53,16 @@ def test_command_opens_one_document_on_this_machine(lessons: Path) -> None:
     assert ("--allow-root" in plan.command) == (os.geteuid() == 0)
     # The next free port is JupyterLab's own default, and the token is not ours to touch.
     assert not [word for word in plan.command if "port" in word or "token" in word]
+
+
+def test_kernels_know_where_the_progress_is_kept(lessons: Path) -> None:
+    (lessons / "zh").mkdir()
+    plan = plan_launch(lessons / "zh" / "03_loss_scale.ipynb", folder=lessons)
+    assert plan.environment[PROGRESS] == str(lessons / "progress.json")
+    assert {f"--ServerApp.root_dir={lessons}", "--LabApp.default_url=/doc/tree/zh/03_loss_scale.ipynb"} <= set(
+        plan.command
+    )
+    assert PROGRESS not in lab_environment({})
 
 
 def test_taken_port_is_said(lessons: Path) -> None:

@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 
 import pytest
+from course import unheard
 
 from amplab.lessons.exercises import NOT_ANSWERED, exercise
 from amplab.lessons.progress import PROGRESS, read_progress, record_right
@@ -110,3 +111,13 @@ def test_a_write_that_fails_leaves_the_old_file(monkeypatch: pytest.MonkeyPatch,
         record_right("98-1")
     assert read_progress(path) == {"98-9": "2000-01-01"}
     assert [each.name for each in tmp_path.iterdir()] == ["progress.json"]
+
+
+# ---- what the tests of a lesson must hear -------------------------------------------------------
+
+
+def test_the_tests_of_a_lesson_are_asked_for_each_verdict() -> None:
+    right, wrong, still_open = check_half(0.5), check_half(1), check_half(...)
+    assert unheard(["98-1"], [("98-1", right), ("98-1", wrong), ("98-1", still_open)]) == []
+    assert unheard(["98-1"], [("98-1", right), ("98-2", wrong)]) == ["98-1: no open answer", "98-1: no wrong answer"]
+    assert len(unheard(["98-1", "98-2"], [])) == 6

@@ -117,5 +117,5 @@ def test_the_scale_changes_only_the_run_that_clips_late():
 
 
 def test_drawings_name_what_is_moved():
-    assert "2^-8" in repr(lesson.draw_lost_updates(-8)) or lesson.draw_lost_updates(-8)._repr_html_()
-    assert lesson.draw_clipping(4, lesson.LATE, "Adam")._repr_html_()
+    assert "rate 2⁻⁸" in repr(lesson.draw_lost_updates(-8))
+    assert "Adam, scale 2⁴" in repr(lesson.draw_clipping(4, lesson.LATE, "Adam"))

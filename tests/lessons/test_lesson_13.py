@@ -83,7 +83,8 @@ def test_a_fused_step_calls_as_many_operators_for_more_tensors():
 
 
 def test_padding_is_drawn():
-    assert "padding 64" in repr(lesson.draw_padding(9))
+    assert "8): 144 elements" in repr(lesson.draw_padding(3))
+    assert "padding 50 %" in repr(lesson.draw_padding(3))
     assert lesson.draw_padding(3)._repr_html_()
 
 

@@ -1,0 +1,67 @@
+"""The patients of lesson 16 have what their checks say, and are healthy after the remedy."""
+
+import pytest
+
+from amplab.amp import Session
+from amplab.lessons import lesson_16 as lesson
+
+RIGHT = {
+    1: "a sum overflows in forward",
+    2: "gradients are clipped while they are scaled",
+    3: "gradients underflow",
+    4: "the loss scale grows too often",
+    5: "the data has an inf or NaN",
+    6: "forward uses old half copies of the weights",
+}
+CHECKS = (lesson.check_1, lesson.check_2, lesson.check_3, lesson.check_4, lesson.check_5, lesson.check_6)
+
+
+@pytest.fixture
+def admitted():
+    """A function like `patient`, whose sessions end with the test."""
+    made = []
+
+    def admit(number, broken=True):
+        made.append(lesson.patient(number, broken))
+        return made[-1]
+
+    yield admit
+    for each in made:
+        if isinstance(each.scaler, Session):
+            each.scaler.reset()
+
+
+@pytest.mark.parametrize("number", RIGHT)
+def test_the_diagnosis_is_accepted(number):
+    assert str(CHECKS[number - 1](RIGHT[number])).startswith("Right.")
+
+
+@pytest.mark.parametrize("number", RIGHT)
+def test_another_diagnosis_is_refused_with_a_next_step(number):
+    verdict = CHECKS[number - 1](RIGHT[number % 6 + 1])
+    assert not verdict.right
+    assert "does not find it" in str(verdict)
+    assert "Not answered yet" in str(CHECKS[number - 1](...))
+
+
+def test_a_diagnosis_that_is_no_diagnosis():
+    assert "no diagnosis of the list" in str(lesson.check_1("it is broken"))
+
+
+def test_a_note_is_not_the_diagnosis():
+    assert "another finding does more harm" in str(lesson.check_6("gradients underflow"))
+
+
+@pytest.mark.parametrize("number", RIGHT)
+def test_the_mended_run_is_healthy_and_better(number, admitted):
+    broken, mended = admitted(number), admitted(number, broken=False)
+    skips, none = broken.run().history.skip_count, mended.run().history.skip_count
+    assert not mended.examined().harmful
+    assert none == 0
+    assert mended.score() > 0.8
+    assert skips > 0 or broken.score() < mended.score() - 0.2
+
+
+def test_a_number_out_of_range_is_refused():
+    with pytest.raises(ValueError, match="number=7"):
+        lesson.patient(7)
