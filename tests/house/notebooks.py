@@ -5,7 +5,8 @@
 
 Both run the notebooks with the Python that runs this command, on one thread. A cleaned notebook keeps its cell ids and
 tags, and has no state of widgets and no times. `check` compares as pytest does with nbval: not the outputs of cells
-tagged nbval-ignore-output, no models of widgets, no bitmaps, and no coordinates of drawings.
+tagged nbval-ignore-output, no models of widgets, no bitmaps, and no coordinates of drawings. Translations
+(notebooks/zh) are not run: their code and outputs are those of the English lessons.
 """
 
 import argparse
@@ -126,7 +127,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("paths", nargs="*", type=Path, help="notebooks; all if there are none")
     options = parser.parse_args(arguments)
     status = 0
-    for path in options.paths or sorted(FOLDER.rglob("[0-9][0-9]_*.ipynb")):
+    for path in options.paths or sorted(FOLDER.glob("[0-9][0-9]_*.ipynb")):
         if options.action == "build":
             build(path)
             print(f"{path}: {path.stat().st_size / 1000:.0f} kB")
