@@ -137,7 +137,8 @@ class Iteration:
             owner = ("discriminator", "generator")[OPTIMIZER_OF[place]]
             lines.append((str(place % len(self.scales)), name, found, scale, f"{owner} {step}"))
         titles = ("loss_id", "loss", "gradients", "loss scale", "optimizer")
-        return page("", Table(titles, lines, caption="one iteration of a GAN").html())
+        skipped = {place for place, owner in enumerate(OPTIMIZER_OF) if not self.stepped[owner]}
+        return page("", Table(titles, lines, caption="one iteration of a GAN", chosen=skipped).html())
 
 
 @lru_cache(maxsize=32)

@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 from amplab.amp import ScaleRecord, Session
 from amplab.display.charts import bar_chart
 from amplab.display.html import page
-from amplab.display.numbers import number
+from amplab.display.numbers import count, percent
 from amplab.lab import load_task
 from amplab.lessons.exercises import exercise
 from amplab.views import Choice, Explorable, Slider
@@ -88,8 +88,8 @@ class Accumulated:
     def __repr__(self) -> str:
         """Return the result in one line."""
         return (
-            f"norm {number(self.norm)} of {number(self.true_norm)}, relative difference {self.difference:.0e}, "
-            f"{self.counted} clean backwards, next loss scale {self.scale:.0f}"
+            f"{self.norm / self.true_norm:.2g} times the true norm, difference {percent(self.difference)}, "
+            f"{count(self.counted, 'clean backward')}, next loss scale {self.scale:.0f}"
         )
 
     def _repr_html_(self) -> str:
@@ -119,16 +119,16 @@ def accumulated(
         divide: "not" leaves out the division of each loss by the number of micro-batches.
         boost: multiplies each loss, to make its gradients overflow.
     """
-    count = 2**power
+    parts = 2**power
     session = Session()
     model, optimizer = session.initialize(*new_model(), opt_level=level, verbosity=0)
     try:
-        for place, (images, labels) in enumerate(micro_batches(count), 1):
+        for place, (images, labels) in enumerate(micro_batches(parts), 1):
             if way == WAYS[2]:
                 optimizer.zero_grad()
             with session.casting():
-                loss = F.cross_entropy(model(images), labels) * boost / (1 if divide == "not" else count)
-            delay = way == WAYS[1] and place < count
+                loss = F.cross_entropy(model(images), labels) * boost / (1 if divide == "not" else parts)
+            delay = way == WAYS[1] and place < parts
             with session.scale_loss(loss, optimizer, delay_unscale=delay) as scaled_loss:
                 scaled_loss.backward()
         gradients = gradients_of(list(session.master_params(optimizer)))

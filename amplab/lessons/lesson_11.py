@@ -13,6 +13,7 @@ from torch.autograd import Function
 
 from amplab.amp import Session, autocast, custom_bwd, custom_fwd
 from amplab.display.charts import Chart, line_chart
+from amplab.display.numbers import binary_power
 from amplab.lab import load_task
 from amplab.lessons.exercises import exercise
 from amplab.views import Choice, Explorable, Slider
@@ -107,7 +108,7 @@ class _NormAtGain:
     chart: Chart
 
     def __repr__(self) -> str:
-        return f"images × 2^{self.gain}: root mean square of the output {self.size:.2f}, expected 1.00"
+        return f"images × {binary_power(self.gain)}: root mean square of the output {self.size:.2f}, expected 1.00"
 
     def _repr_html_(self) -> str:
         return f"<p>{self!r}</p>{self.chart._repr_html_()}"

@@ -15,7 +15,8 @@ from torch.optim import Optimizer
 
 from amplab.display.charts import line_chart
 from amplab.display.html import Markup, markup, page
-from amplab.lab.tasks import load_task
+from amplab.display.numbers import binary_power, count
+from amplab.lab import load_task
 from amplab.lessons.exercises import exercise
 from amplab.views import Choice, Explorable, Slider
 
@@ -85,7 +86,8 @@ class RecipeRun:
             return f"{name}: stops at step {len(self.losses)}: {self.error}"
         return (
             f"{name}: loss {self.losses[0]:.1f} → {self.losses[-1]:.1f}, "
-            f"{len(self.skipped)} skipped, last loss scale 2^{math.log2(self.scales[-1]):.0f}"
+            f"{count(len(self.skipped), 'step')} skipped, "
+            f"last loss scale {binary_power(round(math.log2(self.scales[-1])))}"
         )
 
     def _repr_html_(self) -> str:

@@ -54,7 +54,7 @@ def test_the_explorer_draws_every_choice() -> None:
     explorer = lesson_10.accumulation_explorer()
     for way in lesson_10.WAYS:
         explorer.set(way=way, level="O2", power=2, divide="not")
-        assert "norm" in repr(explorer)
+        assert "times the true norm" in repr(explorer)
 
 
 @pytest.mark.parametrize(
