@@ -1,6 +1,6 @@
 """The ranks, the drawing and the checks of lesson 14: two real processes that train together over gloo.
 
-    run_ranks(gradients)        starts two processes, calls gradients(rank) in each, returns both values
+    run_ranks(gradients)        starts two processes, calls gradients(rank) in each, returns what both return
     gradients, rounds, traffic  what the ranks of the lesson do
 
 A rank is a child process without children of its own. `run_ranks` waits for both, kills what is left at the limit, and
@@ -56,22 +56,23 @@ class RankError(Exception):
     """A rank raised, or reached the limit."""
 
 
-def run_ranks(function: Callable[[int], Any], *, limit: float = 60.0) -> list[Any]:
-    """Call ``function(rank)`` in two processes of one gloo group; return what each returned, by rank.
+def run_ranks(*functions: Callable[[int], Any], limit: float = 60.0) -> list[dict[str, Any]]:
+    """Call functions of the rank in two processes of one gloo group; return for each rank name -> what it returned.
 
     Args:
-        function: of this module.
+        functions: of this module. A start takes seconds, since each process imports torch, so one start does all.
         limit: seconds until the processes are killed.
 
     Raises:
         ValueError: a function of another module, which a new process cannot find.
         RankError: a rank raised, died or reached the limit; the message has the end of what it printed.
     """
-    name = getattr(function, "__name__", "")
-    if globals().get(name) is not function:
-        raise ValueError(f"{function!r}: expected a function of {__name__}, such as gradients.")
+    names = [getattr(function, "__name__", "") for function in functions]
+    for name, function in zip(names, functions, strict=True):
+        if globals().get(name) is not function:
+            raise ValueError(f"{function!r}: expected a function of {__name__}, such as gradients.")
     with tempfile.TemporaryDirectory(prefix="amplab-ranks-") as folder:
-        with _started(name, Path(folder), limit) as ranks:
+        with _started(names, Path(folder), limit) as ranks:
             until = time.monotonic() + limit
             for rank, process in enumerate(ranks):
                 try:
@@ -85,13 +86,13 @@ def run_ranks(function: Callable[[int], Any], *, limit: float = 60.0) -> list[An
 
 
 @contextmanager
-def _started(name: str, folder: Path, limit: float) -> Iterator[list[subprocess.Popen[bytes]]]:
+def _started(names: list[str], folder: Path, limit: float) -> Iterator[list[subprocess.Popen[bytes]]]:
     """The processes of all ranks; none of them is alive after the block."""
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
     ranks: list[subprocess.Popen[bytes]] = []
     try:
         for rank in range(RANKS):
-            code = f"from {__name__} import _rank; _rank({name!r}, {str(folder)!r}, {rank}, {limit})"
+            code = f"from {__name__} import _rank; _rank({names!r}, {str(folder)!r}, {rank}, {limit})"
             with (folder / f"{rank}.txt").open("wb") as printed:
                 ranks.append(
                     subprocess.Popen(
@@ -105,13 +106,13 @@ def _started(name: str, folder: Path, limit: float) -> Iterator[list[subprocess.
             process.wait()
 
 
-def _rank(name: str, folder: str, rank: int, limit: float) -> None:
+def _rank(names: list[str], folder: str, rank: int, limit: float) -> None:
     """The process of one rank."""
     store = f"file://{Path(folder) / 'store'}"
     timeout = timedelta(seconds=limit)
     dist.init_process_group("gloo", init_method=store, rank=rank, world_size=RANKS, timeout=timeout)
     try:
-        value = globals()[name](rank)
+        value = {name: globals()[name](rank) for name in names}
     finally:
         dist.destroy_process_group()
     (Path(folder) / f"{rank}.pkl").write_bytes(pickle.dumps(value))
