@@ -4,9 +4,9 @@
     python -m tests.house.notebooks check                                          run all, list what differs
     python -m tests.house.notebooks translate                                      copy code and outputs to translations
 
-The first two run the notebooks with the Python that runs this command, on one thread. A cleaned notebook keeps its cell ids and
-tags, and has no state of widgets and no times. `check` compares as pytest does with nbval: not the outputs of cells
-tagged nbval-ignore-output, no models of widgets, no bitmaps, and no coordinates of drawings.
+The first two run the notebooks with the Python that runs this command, on one thread. A cleaned notebook keeps its cell
+ids and tags, and has no state of widgets and no times. `check` compares as pytest does with nbval: not the outputs of
+cells tagged nbval-ignore-output, no models of widgets, no bitmaps, and no coordinates of drawings.
 
 Translations (notebooks/zh) are not run: they have their own markdown, and the code and outputs of the lesson, which
 `build` and `translate` copy.
