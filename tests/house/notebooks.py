@@ -2,10 +2,14 @@
 
     python -m tests.house.notebooks build notebooks/03_why_scale_the_loss.ipynb    run it, write it cleaned
     python -m tests.house.notebooks check                                          run all, list what differs
+    python -m tests.house.notebooks translate                                      copy code and outputs to translations
 
-Both run the notebooks with the Python that runs this command, on one thread. A cleaned notebook keeps its cell ids and
-tags, and has no state of widgets and no times. `check` compares as pytest does with nbval: not the outputs of cells
-tagged nbval-ignore-output, no models of widgets, no bitmaps, and no coordinates of drawings.
+The first two run the notebooks with the Python that runs this command, on one thread. A cleaned notebook keeps its cell
+ids and tags, and has no state of widgets and no times. `check` compares as pytest does with nbval: not the outputs of
+cells tagged nbval-ignore-output, no models of widgets, no bitmaps, and no coordinates of drawings.
+
+Translations (notebooks/zh) are not run: they have their own markdown, and the code and outputs of the lesson, which
+`build` and `translate` copy.
 """
 
 import argparse
@@ -20,7 +24,7 @@ from typing import Any
 
 import nbformat
 
-__all__ = ["cleaned", "differences", "executed", "main"]
+__all__ = ["cleaned", "differences", "executed", "main", "translated"]
 
 FOLDER = Path(__file__).resolve().parents[2] / "notebooks"
 SECONDS_PER_CELL = 120
@@ -103,11 +107,32 @@ def _lines(outputs: Sequence[Any]) -> list[str]:
     return lines
 
 
+def translated(lesson: Notebook, translation: Notebook) -> Notebook:
+    """Return a copy of a lesson with the markdown of its translation; cells that it lacks keep the lesson's."""
+    prose = {cell.id: cell.source for cell in translation.cells if cell.cell_type == "markdown"}
+    copied = copy.deepcopy(lesson)
+    for cell in copied.cells:
+        if cell.cell_type == "markdown":
+            cell.source = prose.get(cell.id, cell.source)
+    return copied
+
+
+def translate(path: Path) -> None:
+    """Copy the code and the outputs of a lesson to its translation, if it has one."""
+    translation = path.parent / "zh" / path.name
+    if translation.exists():
+        write(translated(*(nbformat.read(each, as_version=4) for each in (path, translation))), translation)
+
+
+def write(notebook: Notebook, path: Path) -> None:
+    """Write a notebook that ends with one newline."""
+    path.write_text(nbformat.writes(notebook, version=4).rstrip("\n") + "\n", encoding="utf-8")
+
+
 def build(path: Path) -> None:
-    """Run a notebook and write it, cleaned."""
-    notebook = nbformat.read(path, as_version=4)
-    text = nbformat.writes(cleaned(executed(notebook, path.parent)), version=4)
-    path.write_text(text.rstrip("\n") + "\n", encoding="utf-8")
+    """Run a notebook and write it, cleaned; its translation gets the same outputs."""
+    write(cleaned(executed(nbformat.read(path, as_version=4), path.parent)), path)
+    translate(path)
 
 
 def check(path: Path) -> list[str]:
@@ -120,13 +145,16 @@ def check(path: Path) -> list[str]:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Build or check notebooks; return 1 if one has drifted."""
+    """Build, check or translate notebooks; return 1 if one has drifted."""
     parser = argparse.ArgumentParser(prog="python -m tests.house.notebooks", description=__doc__.splitlines()[0])
-    parser.add_argument("action", choices=("build", "check"))
+    parser.add_argument("action", choices=("build", "check", "translate"))
     parser.add_argument("paths", nargs="*", type=Path, help="notebooks; all if there are none")
     options = parser.parse_args(arguments)
     status = 0
-    for path in options.paths or sorted(FOLDER.rglob("[0-9][0-9]_*.ipynb")):
+    for path in options.paths or sorted(FOLDER.glob("[0-9][0-9]_*.ipynb")):
+        if options.action == "translate":
+            translate(path)
+            continue
         if options.action == "build":
             build(path)
             print(f"{path}: {path.stat().st_size / 1000:.0f} kB")

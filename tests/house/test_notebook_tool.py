@@ -93,3 +93,20 @@ def test_the_command_fails_on_drift_and_on_leftovers(built: Path, tmp_path: Path
     assert result.returncode == 1, result.stderr
     assert "cell prints" in result.stdout
     assert "build it" in result.stdout
+
+
+def test_a_translation_gets_code_and_outputs_and_keeps_its_markdown(built: Path, tmp_path: Path) -> None:
+    lesson, path = read(built), tmp_path / "92_a_lesson.ipynb"
+    prose = [nbformat.v4.new_markdown_cell(text, id=name) for name, text in (("title", "# Half"), ("new", "More"))]
+    lesson.cells = [*prose, *lesson.cells]
+    nbformat.write(lesson, path)
+    old = change(lesson, 2, text="old\n")
+    old.cells[0].source = "# 半精度"
+    del old.cells[1]
+    (tmp_path / "zh").mkdir()
+    nbformat.write(old, tmp_path / "zh" / path.name)
+    assert tool.main(["translate", str(path)]) == 0
+    new = read(tmp_path / "zh" / path.name)
+    assert [cell.source for cell in new.cells[:2]] == ["# 半精度", "More"]
+    assert new.cells[2:] == lesson.cells[2:]
+    assert read(path) == lesson
