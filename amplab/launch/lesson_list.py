@@ -10,7 +10,7 @@ from amplab.launch.lessons import lesson_names
 
 __all__ = ["LessonRow", "lesson_rows", "lesson_table"]
 
-_MINUTES = re.compile(r"(\d+(?:\s*(?:–|-|to)\s*\d+)?)[ -](?:minutes|分钟)")
+_MINUTES = re.compile(r"(\d+(?:\s*(?:–|-|to)\s*\d+)?)[\s-](?:minutes|分钟)")
 
 
 @dataclass(frozen=True)

@@ -97,7 +97,7 @@ def test_translated_lessons_are_copied_and_chosen_by_their_folder(chinese: Path,
 
 def test_the_list_has_titles_minutes_and_progress(chinese: Path) -> None:
     cells = [
-        nbformat.v4.new_markdown_cell("# 3 Why scale the loss\n\nAfter this you can. 10–15 minutes."),
+        nbformat.v4.new_markdown_cell("# 3 Why scale the loss\n\nAfter this you can. 10–15\nminutes."),
         nbformat.v4.new_code_cell("check(...)", id="exercise-1"),
         nbformat.v4.new_markdown_cell("solution", id="exercise-2"),
         nbformat.v4.new_code_cell("check(...)", id="exercise-3"),
