@@ -53,9 +53,10 @@ def logs_of_launch(log_path: str | PathLike[str] | None, launch: str) -> dict[in
     folders = {log.parent for log in _runs_in(log_path).glob("*/rank-*.jsonl")}
     for folder in sorted(folders, key=lambda each: each.stat().st_mtime, reverse=True):
         logs = rank_logs(folder)
-        with suppress(OSError, ValueError):  # the log of another program, or one that has no first line yet
-            if launch_of(next(iter(logs.values())))[0] == launch:
-                return logs
+        for log in logs.values():
+            with suppress(OSError, ValueError):  # the log of another program, or one that has no first line yet
+                if launch_of(log)[0] == launch:
+                    return logs
     return {}
 
 
