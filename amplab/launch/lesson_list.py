@@ -41,7 +41,7 @@ def _row(path: Path, name: str, solved: Mapping[str, str]) -> LessonRow:
     cells = json.loads(path.read_text(encoding="utf-8"))["cells"]
     sources = ["".join(cell["source"]) for cell in cells]
     heading = re.match(r"#\s+(?:\d+\s+)?(.+)", sources[0] if sources else "")
-    minutes = _MINUTES.search(" ".join(sources[:2]))
+    minutes = _MINUTES.search(" ".join(sources[:4]))
     exercises = sum(
         cell["cell_type"] == "code" and bool(re.fullmatch(r"exercise-\d", cell.get("id", ""))) for cell in cells
     )
