@@ -135,7 +135,8 @@ def check_sum(answer: float) -> str | None:
     """Ask for the largest loss scale that fits at the first step if the loss is a sum over the images.
 
     Right:
-        The sum is 1437 times the mean, between 2^10 and 2^11, and so is every gradient: this much less scale fits.
+        The sum is 1437 times the mean, between 2^10 and 2^11, and so is every gradient: the largest scale that fits
+        is smaller by a factor of 2^11.
     """
     model, _ = fresh_network()
     right = amplab.gradient_range(model, digits(), loss=nn.CrossEntropyLoss(reduction="sum")).largest_fit
