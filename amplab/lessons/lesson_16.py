@@ -314,7 +314,7 @@ _NEXT = {
     3: "Print the loss scale of this run, and the gradients that half rounds to 0 at that scale.",
     4: "Look at the loss scale of the run, step by step: when does it fall, and when does it grow?",
     5: "Which steps are skipped? Run first_nonfinite with the batch of such a step, and read its cause.",
-    6: "A lower learning rate does not help. Ask the doctor: its train step sees what forward reads.",
+    6: "In float32 this learning rate is fine. Ask the doctor: its train step sees what forward reads.",
 }
 
 
@@ -325,6 +325,7 @@ def _wrong(number: int, answer: str) -> str | None:
     examined = patient(number)
     try:
         names = [each.name for each in examined.examined()]
+        of_run = [each.name for each in examined.watched.findings()] if examined.watched else []
     finally:
         if isinstance(examined.scaler, Session):
             examined.scaler.reset()
@@ -332,6 +333,8 @@ def _wrong(number: int, answer: str) -> str | None:
         return None
     if DIAGNOSES[answer] in names:
         return f"{answer!r} is seen in this run, but another finding does more harm. {_NEXT[number]}"
+    if DIAGNOSES[answer] in of_run:
+        return f"{answer!r} fits what the run shows, but a step shows another cause. {_NEXT[number]}"
     return f"the doctor looks for {answer!r} in this run and does not find it. {_NEXT[number]}"
 
 

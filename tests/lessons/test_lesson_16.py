@@ -1,6 +1,7 @@
 """The patients of lesson 16 have what their checks say, and are healthy after the remedy."""
 
 import pytest
+import torch
 
 from amplab.amp import Session
 from amplab.lessons import lesson_16 as lesson
@@ -50,6 +51,25 @@ def test_a_diagnosis_that_is_no_diagnosis():
 
 def test_a_note_is_not_the_diagnosis():
     assert "another finding does more harm" in str(lesson.check_6("gradients underflow"))
+
+
+def test_what_the_run_alone_looks_like_is_not_the_diagnosis():
+    assert "fits what the run shows" in str(lesson.check_6("the learning rate is too large"))
+
+
+def test_a_smaller_learning_rate_helps_the_sixth_patient_less_than_new_copies_of_its_weights(admitted):
+    broken, slower, renewed = admitted(6), admitted(6), admitted(6)
+    slower.optimizer.param_groups[0]["lr"] = 0.2
+    renewed.optimizer.register_step_post_hook(lambda *_: torch.clear_autocast_cache())
+    for each in (broken, slower, renewed):
+        each.run()
+    assert broken.score() + 0.2 < slower.score() < renewed.score()
+
+
+@pytest.mark.parametrize("number", RIGHT)
+def test_findings_of_the_run_alone_are_right_for_four_patients(number, admitted):
+    names = [each.name for each in admitted(number).run().findings()]
+    assert names[:1] == {5: [], 6: ["diverging"]}.get(number, [lesson.DIAGNOSES[RIGHT[number]]])
 
 
 @pytest.mark.parametrize("number", RIGHT)
