@@ -148,11 +148,23 @@ def _extra_cell(row: Row, key: str) -> str:
 def _foot(results: BenchResults) -> list[str]:
     facts = ", ".join(f"{name} {value}" for name, value in results.machine.items())
     measured = [row for row in results.rows if row.ratio is not None]
-    lost = [f"{row.name}: not measured; {row.details['why']}." for row in results.rows if "why" in row.details]
     met = sum(bool(row.met) for row in measured)
     explained = (
         f"{met} of {len(measured)} goals met. Medians of interleaved rounds, one thread; ≥: how many times as "
         "fast, ≤: how many times the time."
     )
-    lines = [*lost, explained if measured else "Nothing was measured.", facts]
+    lines = [*_reasons(results), explained if measured else "Nothing was measured.", facts]
     return [part for line in lines for part in textwrap.wrap(line, _WIDTH)]
+
+
+def _reasons(results: BenchResults) -> list[str]:
+    """Return why rows were not measured, each reason once."""
+    names: dict[str, dict[str, None]] = {}
+    for row in results.rows:
+        if "why" in row.details:
+            names.setdefault(str(row.details["why"]), {})[row.name] = None
+    few = 3
+    return [
+        f"No figure for {', '.join(rows) if len(rows) <= few else f'{len(rows)} cases'}: {why}."
+        for why, rows in names.items()
+    ]
