@@ -1645,7 +1645,8 @@ _RANKS = (
             ),
             "unwrapped": Case(
                 cause="No DistributedDataParallel was seen, which averages the gradients of all ranks. Without it each "
-                "rank trains a model of its own.",
+                "rank trains a model of its own. If the loop averages the weights itself, as local SGD does, they may "
+                "differ until the next average, and nothing is wrong.",
                 remedy=_WRAPPED,
             ),
         },
