@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from amplab import __version__
 from amplab.display.numbers import parse_number
+from amplab.display.text import visible
 from amplab.launch import (
     LaunchError,
     LaunchStopped,
@@ -91,6 +92,8 @@ def open_lab(options: argparse.Namespace) -> int:
         print(f"Opening {lesson.name} in your browser. If no window appears, open the address that JupyterLab prints.")
     else:
         print(f"To see {lesson.name}, open the address that JupyterLab prints below.")
+    if plan.warning:
+        print(f"amplab lab: warning: {plan.warning}", file=sys.stderr)
     print("To stop the lab, press Ctrl+C twice here.", flush=True)
     return launch(plan)
 
@@ -211,7 +214,7 @@ def examine(options: argparse.Namespace) -> int:
     if options.target is None:
         print(doctor())
         return 0
-    is_log = options.target.endswith(".jsonl") or Path(options.target).is_dir()
+    is_log = options.target.endswith(".jsonl") or os.path.isdir(options.target)
     look = findings_in_log if is_log else findings_in_step
     try:
         found = look(options.target)
@@ -255,7 +258,7 @@ def findings_in_step(target: str) -> "Findings":
     from amplab.diagnose import Findings, doctor
 
     path, _, name = target.rpartition(":")
-    if not name.isidentifier() or not Path(path).is_file():
+    if not name.isidentifier() or not os.path.isfile(path):  # False for what cannot be a path, too
         raise TargetError(
             f"{target!r}: expected a run log (.jsonl), a folder of those of several ranks, or FILE.py:FUNCTION, where "
             "the function returns a model and a function of no arguments that returns its loss, or the arguments of "
@@ -315,7 +318,7 @@ def run_as_apex(options: argparse.Namespace) -> int:
 
 def refuse(options: argparse.Namespace, error: Exception) -> int:
     """Print on stderr why a command cannot run; return the exit status for bad input."""
-    print(f"amplab {options.command}: {error}", file=sys.stderr)
+    print(visible(f"amplab {options.command}: {error}"), file=sys.stderr)
     return BAD_INPUT
 
 

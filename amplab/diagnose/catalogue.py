@@ -178,8 +178,8 @@ def finding(
 # -- remedies that several findings share ------------------------------------------------------------------------------
 
 _FIRST_NONFINITE = by_scaling(
-    "print(amplab.first_nonfinite(model, step=loss_of))",
-    scaler="print(amplab.first_nonfinite(model, step=loss_of, scaler=scaler))",
+    "print(amplab.first_nonfinite(model, batch, step=loss_of))",
+    scaler="print(amplab.first_nonfinite(model, batch, step=loss_of, scaler=scaler))",
 )
 _WATCHED = "step=lambda batch: loss_of(model, batch))  # and w.batches(loader)"
 _WATCH = by_scaling(
@@ -371,8 +371,8 @@ _RUN = (
         {
             "": Case(
                 "{skips} of {steps} steps were skipped because the loss scale had just grown.",
-                "The loss scale grows after every {window} clean steps and then overflows: one step in {one_in} is "
-                "lost.",
+                "The loss scale grows after every {window} clean steps and then overflows: up to one step in {one_in} "
+                "is lost.",
                 _WINDOW,
             )
         },
@@ -970,7 +970,7 @@ _PARAMETERS = (
                 "the cause is the data, the learning rate, or the gradient of an op.",
                 "# from the last good checkpoint; between backward and step, to stop at the first bad batch:\n"
                 "torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0, error_if_nonfinite=True)\n"
-                "# and with that batch: print(amplab.first_nonfinite(model, step=loss_of))",
+                "# and with that batch: print(amplab.first_nonfinite(model, batch, step=loss_of))",
             ),
         },
         supersedes_as_error=OF_THE_RUN,

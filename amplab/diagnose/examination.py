@@ -111,7 +111,9 @@ def doctor(
     runs it and follows the gradients from the backward to the optimizer.
 
     Of several ranks call it on every one. A step runs on each rank without the others, and the doctor compares them; it
-    waits up to 30 seconds for a rank that does not call it. A train step is run as it is, with its exchange.
+    waits up to 30 seconds for a rank that does not call it. A train step, too, runs without the exchange of
+    DistributedDataParallel, SyncBatchNorm, ``combine_ddp`` and `amplab.parallel.Reducer`. Collectives that it calls
+    itself wait for every rank, and ranks may need different numbers of runs: leave them out of `train_step`.
 
     Args:
         model: the model; several in a list or dict if `step` runs them all. Not compiled if a step is given.
@@ -314,8 +316,11 @@ def _examine_step(
         first += diverging_in_float32(model, handed, setting, optimizers, api_in_use(setting, step))
     api = api_in_use(setting, step)
     of_values = [*value_findings(step, api), *arithmetic_findings(step, api), *digits_findings(step, api)]
-    if first and first[0].severity == "error" and setting.dynamic:  # each skipped step has lowered the loss scale
-        of_values = [each for each in of_values if each.name != "gradients-underflow"]
+    if setting.dynamic:  # the scale grows by itself, and an error has lowered it in each step that it made skip
+        lowered = bool(first) and first[0].severity == "error"
+        of_values = [
+            each for each in of_values if each.name != "gradients-underflow" or not (lowered or each.severity == "note")
+        ]
     again = _findings_of_reruns(model, handed, setting, step, api, scaler)
     of_values = [*again, *(each for each in of_values if each.name not in {found.name for found in again})]
     return step, [*first, *of_values, *speed_findings(step.trace, api)]

@@ -19,7 +19,7 @@ from typing import Any, Literal, TypedDict, get_args, overload
 from amplab.diagnose.finding_html import finding_html
 from amplab.display.html import markup, page
 from amplab.display.numbers import count, number
-from amplab.display.text import labelled
+from amplab.display.text import labelled, visible
 
 __all__ = ["CERTAINTIES", "SEVERITIES", "Certainty", "Finding", "Findings", "Number", "Place", "Severity"]
 
@@ -101,10 +101,10 @@ class Finding:
             labelled("numbers", numbers) if numbers else "",
             "  to do     " + self.remedy.replace("\n", "\n            "),  # code, so its lines are not wrapped
         )
-        return "\n".join(filter(None, lines))
+        return visible("\n".join(filter(None, lines)))
 
     def __repr__(self) -> str:
-        return f"<Finding: {self.severity}: {self.name}{f': {self.where}' if self.where else ''}>"
+        return visible(f"<Finding: {self.severity}: {self.name}{f': {self.where}' if self.where else ''}>")
 
     def _repr_html_(self) -> str:
         return page("", finding_html(self, is_open=True))

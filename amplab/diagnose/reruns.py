@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from amplab.diagnose.observed_step.tensor_summary import Measurements
 from amplab.diagnose.observed_step.values import measured_in, writes_values
 from amplab.formats import LOW_PRECISION_DTYPES
-from amplab.parallel.ranks import on_this_rank_alone, this_rank
+from amplab.parallel.ranks import this_rank
 from amplab.policies.nested_tensors import map_tensors
 from amplab.trace.argument_checks import check_loss, check_step
 from amplab.trace.dispatch_mode import DispatchMode
@@ -179,8 +179,7 @@ def _run(
         backward: context of backward alone.
     """
     torch.clear_autocast_cache()
-    alone = on_this_rank_alone(model)
-    with untouched(model) as gradients, alone, whole or nullcontext(), casting or nullcontext():
+    with untouched(model) as gradients, whole or nullcontext(), casting or nullcontext():
         clear_cast_caches()
         try:
             loss = step()
@@ -226,8 +225,7 @@ def losses_in_float32(
     losses: list[float] = []
     _clear_caches()
     try:
-        alone = on_this_rank_alone(model)
-        with untouched(model) as gradients, alone, in_format(model, torch.float32), casting or nullcontext():
+        with untouched(model) as gradients, in_format(model, torch.float32), casting or nullcontext():
             while len(losses) < steps and all(map(math.isfinite, losses)):
                 clear_cast_caches()
                 loss = step()

@@ -8,17 +8,19 @@ decided from the largest gradient *of a parameter*: a larger gradient inside the
 contains it.
 """
 
-import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from numbers import Real
 
+import numpy as np
+
 from amplab.display.drawings import scale_drawing
 from amplab.display.numbers import count, percent, power
 from amplab.display.table import Card, Column, Table
 from amplab.formats import FLOAT16, ExponentHistogram, FloatFormat
-from amplab.scalers import PUBLISHED_RULES, Replay, ScaleRule, replay
+from amplab.scalers import PUBLISHED_RULES, Replay, ScaleRule, replay, steps_lost
+from amplab.scalers.recorded_overflows import REASONS
 
 __all__ = ["ScaleHistory", "WhatIf", "WhatIfs", "named_rule", "what_if", "what_ifs"]
 
@@ -53,7 +55,8 @@ class ScaleHistory:
         if len({len(column) for column in columns.values()}) > 1:
             sizes = ", ".join(f"{name} of {len(column)}" for name, column in columns.items())
             raise ValueError(f"{sizes}: expected one value per step in all three.")
-        if not all(exponent is None or isinstance(exponent, Real) for exponent in self.grad_exponents):
+        kinds = set(map(type, self.grad_exponents)) - {type(None)}
+        if not all(issubclass(kind, Real) for kind in kinds):
             raise TypeError("grad_exponents: expected numbers, floor(log2) of the largest gradient; None if unknown.")
         if not all(step >= 0 and isinstance(taken, ExponentHistogram) for step, taken in self.samples):
             raise TypeError("samples: expected pairs (step, ExponentHistogram); see amplab.formats.exponent_histogram.")
@@ -96,9 +99,7 @@ class WhatIf:
 
         They include those after the rule ended the run, and those from an overflow on that was taken.
         """
-        never_made = len(self.record.scales) - len(self.replay.steps)
-        useless = len(self.skips) + len(self.replay.taken_overflows)
-        return useless + never_made - sum(self.record.skipped)
+        return steps_lost(self.replay.path, self.record.skipped)
 
     @property
     def certain_until(self) -> int | None:
@@ -107,7 +108,8 @@ class WhatIf:
         This is also the number of the first step for which the record does not show whether it overflows: its own
         loss scale still follows from the record, the later ones are a guess.
         """
-        return self.replay.doubtful[0] if self.replay.doubtful else None
+        doubtful = np.flatnonzero(self.replay.reasons)
+        return int(doubtful[0]) if len(doubtful) else None
 
     @property
     def _certain_steps(self) -> str:
@@ -119,7 +121,7 @@ class WhatIf:
     @property
     def doubt(self) -> str | None:
         """Why the record does not determine that step; None if it determines all."""
-        return None if self.certain_until is None else self.replay.steps[self.certain_until].doubt
+        return None if self.certain_until is None else REASONS[self.replay.reasons[self.certain_until]]
 
     @cached_property
     def lost_share(self) -> float | None:
@@ -127,21 +129,26 @@ class WhatIf:
 
         The mean is over the steps with a histogram; None if there are none. All are lost once the weights are.
         """
-        reached = [(step, taken) for step, taken in self.record.samples if step < len(self.scales)]
-        gone = len(self.scales) if self.lost_from is None else self.lost_from
-        lost = (taken.lost_share(self.scales[step], self.record.fmt) if step < gone else 1.0 for step, taken in reached)
+        scales = self.replay.path.scales
+        reached = [(step, taken) for step, taken in self.record.samples if step < len(scales)]
+        gone = len(scales) if self.lost_from is None else self.lost_from
+        lost = (
+            taken.lost_share(float(scales[step]), self.record.fmt) if step < gone else 1.0 for step, taken in reached
+        )
         shares = [1.0 if share is None else share for share in lost]  # a scale of 0 loses all
         return sum(shares) / len(shares) if shares else None
 
     def row(self) -> dict[str, str]:
         """Return the row of a table: column -> text."""
+        path = self.replay.path
+        overflows = int(path.found_infs.sum())
         return {
             "rule": self.name,
-            "lowest": power(min(self.scales, default=math.nan)),
-            "highest": power(max(self.scales, default=math.nan)),
-            "last": power(self.scales[-1] if self.scales else math.nan),
-            "skips": f"{len(self.skips):,}",
-            "inf taken": f"{len(self.replay.taken_overflows):,}",
+            "lowest": power(float(path.scales.min())),
+            "highest": power(float(path.scales.max())),
+            "last": power(float(path.scales[-1])),
+            "skips": f"{overflows if path.skips else 0:,}",
+            "inf taken": f"{0 if path.skips else overflows:,}",
             "steps lost": _more(self.steps_lost),
             "gradients lost": "–" if self.lost_share is None else percent(self.lost_share),
             "certain": self._certain_steps,
@@ -199,7 +206,7 @@ class WhatIfs:
             if run.doubt is not None:
                 yield f"{run.name}, a guess from step {run.certain_until} on: {run.doubt}."
             if run.replay.stopped is not None:
-                yield f"{run.name}, step {len(run.scales) - 1}: the rule ends the run: {run.replay.stopped}"
+                yield f"{run.name}, step {len(run.replay) - 1}: the rule ends the run: {run.replay.stopped}"
 
     def _repr_html_(self) -> str:
         return self._card().html()
@@ -208,9 +215,10 @@ class WhatIfs:
         if not self.runs:
             return Card("no rule")
         rows = self.rows()
-        curves = {"recorded": self.runs[0].record.scales, **{run.name: run.scales for run in self.runs}}
-        skipped = sum(self.runs[0].record.skipped)
-        steps = count(len(curves["recorded"]), "step")
+        recorded = self.runs[0].record
+        curves = {"recorded": np.asarray(recorded.scales), **{run.name: run.replay.path.scales for run in self.runs}}
+        skipped = np.count_nonzero(recorded.skipped)
+        steps = count(len(recorded.scales), "step")
         said = f"The loss scale of {steps}, of which {skipped:,} were skipped, under other rules"
         columns = [Column(title, right=title not in ("rule", "certain")) for title in rows[0]]
         table = Table(columns, [list(row.values()) for row in rows], caption=said)

@@ -11,8 +11,13 @@ from amplab.display.html import Markup
 from amplab.display.numbers import binary_power
 from amplab.display.palette import CURVES, PALETTE
 
-__all__ = ["Area", "curve_style", "legend", "round_part"]
+__all__ = ["LEGEND_LINE", "Area", "curve_style", "legend", "round_part"]
 
+LEGEND_LINE = 18
+"""The height of a line of a legend."""
+
+_WIDTH, _LEGEND_LEFT = 760, 52.0
+_CHARACTER = 6.4  # width
 _DASHES = ("", "7 3", "2 3", "9 3 2 3", "4 2", "1 2", "12 4", "6 2 1 2")
 
 
@@ -54,7 +59,7 @@ class Area:
         every = 2 ** max(0, math.ceil(math.log2(span / 7))) if binary else round_part(span / 4)
         for number in range(math.ceil(self.low / every), math.floor(self.high / every) + 1):
             tick = number * every
-            yield self.grid_line(tick, binary_power(round(tick)) if binary else f"{tick:.3g}")
+            yield self.grid_line(tick, binary_power(round(tick)) if binary else _tick_text(float(tick), every))
 
     def grid_line(self, tick: float, label: str) -> str:
         """Return one line of the grid with its number."""
@@ -79,6 +84,14 @@ class Area:
         )
 
 
+def _tick_text(tick: float, every: float) -> str:
+    """Return the number of a tick with as many digits as tell it from the next one, at least 3 and at most 6."""
+    if tick.is_integer() and abs(tick) < 1e6:
+        return f"{tick:,.0f}"
+    digits = 1 + math.floor(math.log10(abs(tick) / every) + 1e-9) if tick else 1
+    return f"{tick:,.{min(max(digits + 1, 3), 6)}g}"
+
+
 def round_part(value: float) -> float:
     """Return the largest of 1, 2, 5 times a power of ten that is at most `value`."""
     unit = 10.0 ** math.floor(math.log10(value))
@@ -93,11 +106,20 @@ def curve_style(number: int) -> str:
     return f'fill="none" {color} stroke-width="{2.5 if number == 0 else 2}" stroke-dasharray="{_DASHES[place]}"'
 
 
-def legend(names: Sequence[str]) -> Markup:
-    """Return the legend of the curves, in their order."""
-    entries = (
-        '<span><svg viewBox="0 0 26 10" width="26" height="10" aria-hidden="true">'
-        f'<line x1="0" x2="26" y1="5" y2="5" {curve_style(number)}/></svg>{escape(name)}</span>'
-        for number, name in enumerate(names)
-    )
-    return Markup(f'<div class="key">{"".join(entries)}</div>')
+def legend(names: Sequence[str], *, top: float) -> tuple[list[str], int]:
+    """Return the names of curves, in their order, each after a piece of its line, and how many lines of text they take.
+
+    Args:
+        names: they wrap at the width of an `Area`.
+        top: where the base line of the first line of text is; the next ones are `LEGEND_LINE` below each other.
+    """
+    parts, left, line = [], _LEGEND_LEFT, 0
+    for number, name in enumerate(names):
+        wide = 34 + _CHARACTER * len(name) + 18
+        if left > _LEGEND_LEFT and left + wide > _WIDTH:
+            left, line = _LEGEND_LEFT, line + 1
+        up = top + LEGEND_LINE * line
+        parts.append(f'<path d="M{left:.0f} {up - 4:g}h26" {curve_style(number)}/>')
+        parts.append(f'<text x="{left + 33:.0f}" y="{up:g}">{escape(name)}</text>')
+        left += wide
+    return parts, line + 1

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from html import escape
 from typing import TYPE_CHECKING
 
-from amplab.display.axes import Area, curve_style
+from amplab.display.axes import LEGEND_LINE, Area, curve_style, legend
 from amplab.display.drawings import range_edges
 from amplab.display.html import Markup, page, with_still
 from amplab.display.numbers import binary_power, power, raised_power
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Chart", "bar_chart", "exponent_chart", "line_chart"]
 
-_CHARACTER, _LINE = 6.4, 18  # width of a character, height of a line of the legend
+_CHARACTER = 6.4  # width
 _MOST_POINTS = 400  # of a curve; more are thinned evenly
 
 
@@ -79,15 +79,15 @@ def line_chart(
     places = _places(curves, x)
     shown = [value for values in curves.values() for value in values if _is_shown(value, log=log_y)]
     shows_names = len(curves) > 1 or not y_label
-    key, lines = _legend(list(curves)) if shows_names else ([], 0)
+    key, lines = legend(list(curves), top=26) if shows_names else ([], 0)
     axis = _Axis.of(shown, log=log_y)
     area = Area(
         first=places[0],
         last=places[-1] if places[-1] > places[0] else places[0] + 1.0,
         low=axis.low,
         high=axis.high,
-        height=250 + _LINE * lines,
-        top=26 + _LINE * lines,
+        height=250 + LEGEND_LINE * lines,
+        top=26 + LEGEND_LINE * lines,
         bottom=38,
     )
     parts = [*axis.grid(area), *_across(area, x_label), *_words(area, marks or {}), _title(y_label)]
@@ -161,24 +161,10 @@ def _across(area: Area, label: str) -> Iterator[str]:
         middle = (area.first + area.last) // 2
     for value, anchor in ((area.first, "start"), (middle, "middle"), (area.last, "end")):
         yield (
-            f'<text x="{area.x(value)}" y="{area.height - area.bottom + 15}" text-anchor="{anchor}">{value:,.4g}</text>'
+            f'<text x="{area.x(value)}" y="{area.height - area.bottom + 15}" text-anchor="{anchor}">{value:,.6g}</text>'
         )
     center = (area.left + area.width - area.right) / 2
     yield f'<text x="{center}" y="{area.height - 6}" text-anchor="middle">{escape(label)}</text>'
-
-
-def _legend(names: Sequence[str]) -> tuple[list[str], int]:
-    """The names of the curves, each after a piece of its line, in as many lines as they need; below the title."""
-    parts, left, line = [], 52.0, 0
-    for number, name in enumerate(names):
-        wide = 34 + _CHARACTER * len(name) + 18
-        if left > 52.0 and left + wide > 760:
-            left, line = 52.0, line + 1
-        up = 26 + _LINE * line
-        parts.append(f'<path d="M{left:.0f} {up - 4}h26" {curve_style(number)}/>')
-        parts.append(f'<text x="{left + 33:.0f}" y="{up}">{escape(name)}</text>')
-        left += wide
-    return parts, line + 1
 
 
 def _title(label: str) -> str:

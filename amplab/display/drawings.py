@@ -7,8 +7,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from html import escape
 from typing import TYPE_CHECKING
 
-from amplab.display.axes import curve_style, legend
-from amplab.display.html import Markup
+import numpy as np
+
+from amplab.display.axes import LEGEND_LINE, curve_style, legend
+from amplab.display.html import Markup, with_still
 
 if TYPE_CHECKING:
     from amplab.formats import ExponentHistogram, FloatFormat
@@ -19,37 +21,39 @@ _WIDTH, _HEIGHT, _LEFT, _BOTTOM, _TOP = 760, 220, 44, 24, 8
 _MOST_CORNERS = 400
 
 
-def scale_drawing(curves: Mapping[str, Sequence[float]]) -> Markup:
+def scale_drawing(curves: Mapping[str, Sequence[float] | np.ndarray]) -> Markup:
     """Draw loss scales over steps, with a legend in which equal curves share an entry.
 
     Args:
         curves: name -> the scale at every step; scales that are not finite and > 0 are left out.
     """
-    exponents = [math.log2(scale) for curve in curves.values() for scale in curve if 0.0 < scale < math.inf]
-    if not exponents:
+    columns = {name: np.asarray(curve, dtype=np.float64) for name, curve in curves.items()}
+    scales = np.concatenate([np.unique(column) for column in columns.values()])
+    scales = scales[(scales > 0.0) & (scales < math.inf)]
+    if not len(scales):
         return Markup("")
-    low, high = math.floor(min(exponents)), max(math.ceil(max(exponents)), math.floor(min(exponents)) + 1)
-    steps = max(map(len, curves.values()))
-    alike: dict[tuple[float, ...], list[str]] = {}
-    for name, curve in curves.items():
-        alike.setdefault(tuple(curve), []).append(name)
+    low = math.floor(math.log2(scales.min()))
+    high = max(math.ceil(math.log2(scales.max())), low + 1)
+    steps = max(map(len, columns.values()))
+    alike: dict[bytes, list[str]] = {}
+    for name, column in columns.items():
+        alike.setdefault(column.tobytes(), []).append(name)
     lines = [
-        f'<polyline points="{" ".join(_corners(curve, low, high, steps))}" {curve_style(number)}/>'
-        for number, curve in enumerate(alike)
+        f'<polyline points="{" ".join(_corners(columns[names[0]], low, high, steps))}" {curve_style(number)}/>'
+        for number, names in enumerate(alike.values())
     ]
+    key, lines_of_key = legend([", ".join(names) for names in alike.values()], top=_HEIGHT + 12)
     label = f'role="img" aria-label="loss scale over {steps} steps of {escape(", ".join(curves))}"'
-    size = f'viewBox="0 0 {_WIDTH} {_HEIGHT}" width="{_WIDTH}" style="max-width:100%"'
-    drawing = (
-        f'<svg {size} {label} font-size="11" fill="currentColor">{"".join((*_axis(low, high, steps), *lines))}</svg>'
-    )
-    return Markup(drawing + legend([", ".join(names) for names in alike.values()]))
+    size = f'viewBox="0 0 {_WIDTH} {_HEIGHT + LEGEND_LINE * lines_of_key}" width="{_WIDTH}" style="max-width:100%"'
+    parts = "".join((*_axis(low, high, steps), *lines, *key))
+    return with_still(f'<svg {size} {label} font-size="11" fill="currentColor">{parts}</svg>')
 
 
-def _corners(curve: Sequence[float], low: int, high: int, steps: int) -> Iterator[str]:
+def _corners(curve: np.ndarray, low: int, high: int, steps: int) -> Iterator[str]:
     """The points of a step function; one with too many corners is thinned evenly."""
-    corners = [step for step, scale in enumerate(curve) if step == 0 or scale != curve[step - 1]]
+    corners = np.flatnonzero(np.diff(curve, prepend=np.nan) != 0).tolist()
     corners = corners[:: len(corners) // _MOST_CORNERS + 1]
-    heights = [(step, _height(curve[step], low, high)) for step in corners if 0.0 < curve[step] < math.inf]
+    heights = [(step, _height(float(curve[step]), low, high)) for step in corners if 0.0 < curve[step] < math.inf]
     for place, (step, height) in enumerate(heights):
         if place:
             yield f"{_across(step, steps)},{heights[place - 1][1]}"

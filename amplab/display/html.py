@@ -128,7 +128,7 @@ def key(dtypes: Iterable[str], *, casts: bool) -> Markup:
     """Return the legend of a ribbon."""
     shown = [(dtype, False, dtype) for dtype in dtypes] + ([("", True, "a cast, in its output dtype")] if casts else [])
     parts = (f"<span>{ribbon([(dtype, is_cast, 1, '')], said)}{escape(said)}</span>" for dtype, is_cast, said in shown)
-    return Markup(f'<div class="key" aria-hidden="true">{"".join(parts)}</div>')
+    return Markup(f'<div class="key" aria-hidden="true">{" ".join(parts)}</div>')
 
 
 def _row(line: Sequence[str], kinds: Sequence[str], *, chosen: bool) -> str:

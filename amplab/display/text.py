@@ -1,10 +1,10 @@
-"""Plain text of at most 100 columns: wrapped sentences, and cells aligned in columns."""
+"""Plain text of at most 100 columns: wrapped sentences, and cells aligned in columns, without control characters."""
 
 import re
 import textwrap
 from collections.abc import Collection, Container, Iterator, Mapping, Sequence
 
-__all__ = ["WIDTH", "fitted", "labelled", "wrapped"]
+__all__ = ["WIDTH", "fitted", "labelled", "visible", "wrapped"]
 
 WIDTH = 100
 """The number of columns that fit in a notebook 1000 pixels wide."""
@@ -17,19 +17,36 @@ _BREAKS = re.compile(
 _WORDS = re.compile(r"(?<=_)(?=[^\W_])|(?<=\s)")
 _FOLDERS = re.compile(r"(?<=[/\s])")
 _UNIT = re.compile(r"(?<=\d) (?=[kMGT]?B\b)")
+# Control characters but tab and newline, what turns the direction of text, other ends of lines, and half of a pair.
+_CONTROLS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
+
+
+def visible(text: str) -> str:
+    """Return text that a terminal can only show: the control characters of a log or a file name as escapes.
+
+    >>> print(visible("a red \\x1b[31m word"))
+    a red \\x1b[31m word
+    """
+    return _CONTROLS.sub(lambda found: found[0].encode("unicode_escape").decode(), text)
 
 
 def wrapped(text: str, indent: int = 2) -> str:
     """Return a sentence in lines of at most `WIDTH` columns, with all but the first indented."""
-    bound = _UNIT.sub("\0", text)  # no break between a number and its unit
+    bound = _UNIT.sub("\0", visible(text))  # no break between a number and its unit
     return textwrap.fill(bound, WIDTH, subsequent_indent=" " * indent, break_on_hyphens=False).replace("\0", " ")
 
 
 def labelled(label: str, text: str) -> str:
     """Return a label and a text next to it, in lines of at most `WIDTH` columns."""
     first = f"  {label:<8}  "
-    return textwrap.fill(text, WIDTH, initial_indent=first, subsequent_indent=" " * len(first), break_on_hyphens=False,
-                         break_long_words=False)  # fmt: skip
+    return textwrap.fill(
+        visible(text),
+        WIDTH,
+        initial_indent=first,
+        subsequent_indent=" " * len(first),
+        break_on_hyphens=False,
+        break_long_words=False,
+    )
 
 
 def fitted(
@@ -40,6 +57,7 @@ def fitted(
     Cells that are too wide are wrapped; paths are wrapped after a dot. Cells of the columns in `cut` are truncated with
     "…" to as many lines as the others need. Cells of the columns in `right` are right-aligned.
     """
+    lines = [[visible(cell) for cell in line] for line in lines]
     columns = list(zip(*lines, strict=True))
     widths = [max(map(len, column)) for column in columns]
     for narrowest, fewest in _FLOORS:

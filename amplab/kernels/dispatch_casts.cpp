@@ -4,6 +4,7 @@
 // The key takes part in dispatch only in threads that include it, so torch.autocast, which has its own keys, and all
 // other threads are not affected. A thread has one active plan at a time: a policy for each op, and a dtype.
 #include <ATen/core/Tensor.h>
+#include <ATen/autocast_mode.h>
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <c10/core/GradMode.h>
 #include <c10/core/InferenceMode.h>
@@ -47,6 +48,7 @@ struct Entry {
 struct Thread {
   const Plan* plan = nullptr;
   int task = -1;  // the graph task in which the plan was entered: ops of a backward are not cast
+  int torch_nesting = 0;  // how many regions of torch.autocast were open then
   std::unordered_map<uintptr_t, Entry> cache[2];  // by compute dtype: float16, bfloat16
 };
 thread_local Thread here;
@@ -225,6 +227,17 @@ bool is_inside() {
          !c10::InferenceMode::is_enabled();
 }
 
+int torch_nesting() {
+  at::autocast::increment_nesting();
+  return at::autocast::decrement_nesting();
+}
+
+// Regions of torch.autocast are nested inside the plan's, and torch casts nothing: the innermost is a disabled one.
+bool is_disabled_by_torch() {
+  return torch_nesting() > here.torch_nesting && !at::autocast::is_autocast_enabled(at::kCPU) &&
+         !at::autocast::is_autocast_enabled(at::kCUDA);
+}
+
 bool any_on_cpu(const torch::jit::Stack& stack, size_t first) {
   return !every_tensor(stack, first, [](const at::Tensor& tensor) { return !tensor.is_cpu(); });
 }
@@ -245,7 +258,8 @@ struct Kernel : c10::OperatorKernel {
     c10::impl::ExcludeDispatchKeyGuard once(kKey);
     const Seen seen = look(*stack, first, plan->dtype);
     if (!seen.plain) return op.callBoxed(stack);
-    cast_arguments(marks & ~(kProduct | kOnCpu), index, *plan, op.schema(), *stack, first, seen);
+    if (!is_disabled_by_torch())
+      cast_arguments(marks & ~(kProduct | kOnCpu), index, *plan, op.schema(), *stack, first, seen);
     const bool product = (marks & kProduct) && plan->accumulates;
     if (product && look(*stack, first, plan->dtype).only_cpu_half) return accumulate(op, *stack, first);
     op.callBoxed(stack);
@@ -288,10 +302,14 @@ EXPORT void amplab_cast_forget(void* plan) { delete static_cast<Plan*>(plan); }
 
 EXPORT int64_t amplab_cast_task() { return torch::autograd::get_current_graph_task_id(); }
 
-// Make a plan active in this thread, for the ops of one graph task; null for none.
-EXPORT void amplab_cast_enter(const void* plan, int64_t task) {
+EXPORT int64_t amplab_cast_torch_nesting() { return torch_nesting(); }
+
+// Make a plan active in this thread, for the ops of one graph task; null for none. `torch_nesting` is the number of
+// regions of torch.autocast around it: a disabled one inside ends the casts.
+EXPORT void amplab_cast_enter(const void* plan, int64_t task, int64_t torch_nesting) {
   here.plan = static_cast<const Plan*>(plan);
   here.task = static_cast<int>(task);
+  here.torch_nesting = static_cast<int>(torch_nesting);
   c10::impl::tls_set_dispatch_key_included(kKey, plan != nullptr);
   c10::impl::tls_set_dispatch_key_excluded(kKey, plan == nullptr);  // as every autocast key is by default
 }

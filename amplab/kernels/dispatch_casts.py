@@ -55,9 +55,10 @@ class DispatchCasts:
 
     Attributes:
         report: its build status.
-        enter: (address of a plan or None, graph task) -> None: make it the plan of the calling thread for the ops of
-            that graph task; None ends it. Sync: none.
+        enter: (address of a plan or None, graph task, torch nesting) -> None: make it the plan of the calling thread
+            for the ops of that graph task, outside disabled regions of torch.autocast; None ends it. Sync: none.
         task: () -> int: the backward pass of the calling thread; -1 outside of one.
+        torch_nesting: () -> int: how many regions of torch.autocast are open in the calling thread.
     """
 
     _lock = threading.Lock()
@@ -68,9 +69,10 @@ class DispatchCasts:
         [library] = report.libraries
         self._library = _typed(ctypes.PyDLL(str(library)))
         # No wrapper: they are called once per region.
-        self.enter, self.task = (
+        self.enter, self.task, self.torch_nesting = (
             self._library.amplab_cast_enter,
             self._library.amplab_cast_task,
+            self._library.amplab_cast_torch_nesting,
         )
         self._places: dict[str, int] = {}
 
@@ -138,7 +140,8 @@ def _typed(library: ctypes.PyDLL) -> ctypes.PyDLL:
         ("amplab_cast_plan", ctypes.c_void_p, ctypes.c_char_p, ctypes.c_int64, ctypes.c_int64, ctypes.c_int64),
         ("amplab_cast_forget", None, ctypes.c_void_p),
         ("amplab_cast_task", ctypes.c_int64),
-        ("amplab_cast_enter", None, ctypes.c_void_p, ctypes.c_int64),
+        ("amplab_cast_torch_nesting", ctypes.c_int64),
+        ("amplab_cast_enter", None, ctypes.c_void_p, ctypes.c_int64, ctypes.c_int64),
         ("amplab_cast_clear", None),
         ("amplab_cast_kept", ctypes.c_int64),
     ):

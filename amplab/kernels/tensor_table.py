@@ -98,12 +98,18 @@ class TensorTableHandle:
                 table: int = _OPS.make_tensor_table.default(list(self._tensors), objects)
         except NotImplementedError:  # just built, and loaded by the next call; or built without CUDA
             return False
-        if self._delete is not None:
-            self._delete()
-        self._table = table
-        self._delete = weakref.finalize(self, _OPS.delete_tensor_table.default, table, _CPU)
+        delete_old, self._table = self._delete, table
+        self._delete = weakref.finalize(self, _delete_table, table)
         self._delete.atexit = False
+        if delete_old is not None:
+            delete_old()
         return True
+
+
+def _delete_table(table: int) -> None:
+    """Delete a table, unseen by dispatch modes: the garbage collector may call this in anyone's block."""
+    with torch._C._DisableTorchDispatch():
+        _OPS.delete_tensor_table.default(table, _CPU)
 
 
 class ParameterList:

@@ -25,9 +25,9 @@ from datetime import datetime
 from itertools import count
 from pathlib import Path
 
-from amplab.amp.run_state.file_format import RunStateError, read_run_state
+from amplab.amp.run_state.file_format import RunStateError, remove_partials
 from amplab.lab.config import ExperimentConfig
-from amplab.lab.experiment import Experiment
+from amplab.lab.experiment import Experiment, read_saved
 from amplab.lab.log_lock import hold, is_held
 from amplab.lab.rank_exchange import RankExchange
 from amplab.lab.rank_logs import rank_log
@@ -184,10 +184,8 @@ def _begin_again(log: Path, step: int) -> Path:
 
 
 def _read(path: Path) -> Checkpoint:
-    state = read_run_state(path)
-    extra = state["extra"]
-    config = ExperimentConfig.parse(extra["config"])
-    return Checkpoint(path, config, state["position"], datetime.fromisoformat(extra["saved"]))
+    steps, extra = read_saved(path)
+    return Checkpoint(path, ExperimentConfig.parse(extra["config"]), steps, datetime.fromisoformat(extra["saved"]))
 
 
 def last_checkpoint(folder: Path) -> Checkpoint | None:
@@ -213,6 +211,7 @@ def _newest_first(folder: Path) -> Iterator[Path]:
 
 def _prune(folder: Path) -> None:
     """Remove all checkpoints but the latest, and unlock the logs of runs without one."""
+    remove_partials(folder)
     for path in list(_newest_first(folder))[KEPT:]:
         with suppress(OSError):
             path.unlink()

@@ -32,7 +32,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from amplab.amp import MemoryUse, ScaleRecord, Session, load_run_state, save_run_state
-from amplab.amp.run_state.file_format import read_run_state
+from amplab.amp.run_state.file_format import RunStateError, read_run_state
 from amplab.diagnose import Findings, FirstNonfinite, TwinReport, doctor, twin
 from amplab.formats import FLOAT16
 from amplab.formats.exponents import BINS, LOWEST_EXPONENT
@@ -48,6 +48,7 @@ from amplab.lab.config import (
     listed,
 )
 from amplab.lab.events import GradientRecord, MixedScales, StepRecord
+from amplab.lab.log_events import is_count, is_number
 from amplab.lab.models import build_model
 from amplab.lab.past_skips import PastSkip, PastSkips
 from amplab.lab.rank_exchange import RankExchange
@@ -340,7 +341,7 @@ class Experiment:
             RunStateError: It is damaged, or the model of its config has another shape here.
             ValueError: Its config cannot be read.
         """
-        extra = read_run_state(path)["extra"]
+        _, extra = read_saved(path)
         experiment = cls(ExperimentConfig.parse(extra["config"]), exchange=exchange)
         with random_states_kept(()):  # a step draws from its own
             state = load_run_state(
@@ -726,6 +727,34 @@ class Experiment:
             for name, value in (*model.named_parameters(), *model.named_buffers()):
                 value.copy_(current[name])
         return model
+
+
+def read_saved(path: Path) -> tuple[int, dict[str, Any]]:
+    """Return the number of steps and the extra values of a saved experiment.
+
+    Raises:
+        OSError: The file cannot be read.
+        RunStateError: It is damaged, or holds something else.
+    """
+    state = read_run_state(path)
+    steps, extra = state.get("position"), state.get("extra")
+    if is_count(steps) and isinstance(extra, dict) and _is_of_the_lab(extra):
+        return steps, extra
+    raise RunStateError(
+        f"{path} is a run state, but none that the lab saved: expected its config, faults, time and length of the log. "
+        "Load it with amp.load_run_state."
+    )
+
+
+def _is_of_the_lab(extra: dict[str, Any]) -> bool:
+    return (
+        isinstance(extra.get("config"), str)
+        and isinstance(extra.get("armed"), list)
+        and all(fault in FAULTS for fault in extra["armed"])
+        and is_number(extra.get("seconds"))
+        and is_count(extra.get("log_bytes", 0))
+        and isinstance(extra.get("saved", ""), str)
+    )
 
 
 def samples_gradients(step: int) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -128,7 +129,10 @@ def with_explained(
             first explained one of a row.
         skips: the skipped steps, in order.
     """
-    found = list(found)
+    found, explained = list(found), list(explained)
+    blocked = [each for _, each in explained if each.name == "step-not-explained" and "rank" in each.evidence]
+    if blocked:  # no rank can run the step alone, as these remedies would
+        found = [replace(each, remedy=blocked[0].remedy) if each.name in _RUN_AGAIN else each for each in found]
     names = {each.name for each in found}
     in_order = sorted(explained, key=lambda each: each[0])  # a step left over is explained after later ones
     explained = [(step, each) for step, each in in_order if each.op or each.module or each.name not in names]
@@ -142,6 +146,9 @@ def with_explained(
         last[_key(each)] = each
     dated = (_dated(each, first[key], explains.get(key, ()), len(skips)) for key, each in last.items())
     return ranked((*found, *dated))
+
+
+_RUN_AGAIN = ("nonfinite-loss", "scale-collapse")
 
 
 def with_injected(found: Findings, history: History) -> Findings:
@@ -210,13 +217,17 @@ def finding_to_log(found: Finding) -> dict[str, Any]:
 
 
 def finding_from_log(fields: Mapping[str, Any]) -> Finding:
-    """Return the finding that `finding_to_log` wrote.
+    """Return the finding that `finding_to_log` wrote; fields of later versions are ignored.
+
+    Raises:
+        TypeError: a field is missing. ValueError: a field has a value that `Finding` refuses.
 
     >>> finding = Finding("a", "note", "seen", "why", "code", evidence={"absmax": math.inf})
     >>> finding_from_log(finding_to_log(finding)).evidence
     {'absmax': 'inf'}
     """
-    return Finding(**fields)
+    known = {each.name for each in dataclasses.fields(Finding)}
+    return Finding(**{name: value for name, value in fields.items() if name in known})
 
 
 def _scaling(config: ExperimentConfig | WatchedRun | None) -> tuple[str, str]:

@@ -1,17 +1,23 @@
-"""A whole run in memory: one growing numpy column per field of `StepRecord`, written by one thread, read by any.
+"""A whole run: one growing numpy column per field of `StepRecord`, written by one thread, read by any.
 
-Nothing is dropped, and NaN and inf are kept. Words (opt_level, injected, the first non-finite parameter) are stored as
+No step is dropped, and NaN and inf are kept. Words (opt_level, injected, the first non-finite parameter) are stored as
 codes. `History.thinned` picks the rows that a screen can show; `thin` is how. The file on disk is in `run_log.py`.
+
+Memory is bounded, however long the run is: 262,144 steps are held in memory, 70 bytes each, older ones in a temporary
+file (`growing_columns.py`). Of the histograms of the gradients at most `MOST_SAMPLES` are kept, spread over the run,
+and of the steps with several scales the last `MOST_MIXED`; the run log has all.
 """
 
 from __future__ import annotations
 
 import math
 import threading
-from bisect import bisect_left
+from bisect import bisect_left, bisect_right
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from operator import attrgetter
+from typing import Any, cast
 
 import numpy as np
 
@@ -20,11 +26,23 @@ from amplab.diagnose import ScaleHistory, WhatIf, WhatIfs, what_if, what_ifs
 from amplab.formats import FLOAT16, FloatFormat
 from amplab.lab.changes import RunChange
 from amplab.lab.events import GradientSample, MixedScales, StepRecord, StepRow
+from amplab.lab.growing_columns import GrowingColumns
 from amplab.lab.levels import LEVELS
 from amplab.lab.skip_explanation import SkipExplanation
 from amplab.scalers import ScalePath, ScaleRule, overflow_limits, scale_path
 
-__all__ = ["BLOCK", "COLUMNS", "BlockExtremes", "History", "extreme_rows", "recorded", "row_of", "thin"]
+__all__ = [
+    "BLOCK",
+    "COLUMNS",
+    "MOST_MIXED",
+    "MOST_SAMPLES",
+    "BlockExtremes",
+    "History",
+    "extreme_rows",
+    "recorded",
+    "row_of",
+    "thin",
+]
 
 COLUMNS: dict[str, type] = {
     "step": np.int64,
@@ -42,9 +60,16 @@ COLUMNS: dict[str, type] = {
 """The type of the column of each field of `StepRecord`, in its order; int32 columns are codes of words."""
 
 _WORDS = tuple(name for name, kind in COLUMNS.items() if kind is np.int32)
+_MISSING = "missing"  # the column that tells a loss that is missing from one that is NaN
 _UNMEASURED = ("score", "grad_exponent")  # NaN where they are None
-_FIRST_CAPACITY = 1024
 _PENDING = 256
+_FASTEST = 2**16  # steps that `rate` looks back
+
+MOST_SAMPLES = 1024
+"""Histograms of the gradients that a history keeps, and the last one."""
+
+MOST_MIXED = 4096
+"""Steps with several scales that a history keeps, the last ones."""
 
 row_of: Callable[[StepRecord], StepRow] = attrgetter(*COLUMNS)
 """The values of a step, in the order of `COLUMNS`."""
@@ -70,21 +95,20 @@ class History:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._length = 0
-        self._columns: dict[str, np.ndarray] = {
-            name: np.empty(_FIRST_CAPACITY, dtype=kind) for name, kind in COLUMNS.items()
-        }
+        self._columns = GrowingColumns(COLUMNS | {_MISSING: np.bool_})
         self._pending: list[StepRow] = []  # appended, not yet in the columns
         self._codes: dict[str | None, int] = {None: 0}
         self._words: list[str | None] = [None]
-        self._skipped: list[int] = []
-        self._missing: set[int] = set()  # rows without a loss; NaN in the column, as a loss that is NaN
+        self._skip_count = 0
+        self._untold = 0  # steps from the first on whose losses are missing, whatever their column says
         self._levels: list[tuple[int, str]] = []
         self._changes: list[RunChange] = []
         self._memory: list[tuple[int, MemoryUse]] = []
         self._extremes: dict[str, BlockExtremes] = {}
         self._samples: list[GradientSample] = []
-        self._mixed: list[MixedScales] = []
+        self._last_sample: GradientSample | None = None
+        self._samples_seen, self._sample_stride = 0, 1
+        self._mixed: deque[MixedScales] = deque(maxlen=MOST_MIXED)
         self._explanations: dict[int, SkipExplanation] = {}
         self._last: StepRow | None = None
         self._last_score: float | None = None
@@ -95,11 +119,11 @@ class History:
 
     def append_row(self, row: StepRow) -> None:
         """Add the next step as its values, with None for a missing loss; the columns are filled later."""
-        self._pending.append(row)  # atomic, so that a reader needs the lock and this does not
         self._last = row
         score = row[7]  # as in `StepRow`
         if score is not None:
             self._last_score = score
+        self._pending.append(row)  # atomic, so that a reader needs the lock and this does not
         if len(self._pending) >= _PENDING:
             with self._lock:
                 self._fill()
@@ -107,13 +131,19 @@ class History:
     def keep(self, sample: GradientSample) -> None:
         """Add a histogram of the gradients, taken at one step."""
         with self._lock:
-            self._samples.append(sample)
+            if self._samples_seen % self._sample_stride == 0:
+                self._samples.append(sample)
+            self._samples_seen, self._last_sample = self._samples_seen + 1, sample
+            if len(self._samples) > MOST_SAMPLES:
+                del self._samples[1::2]
+                self._sample_stride *= 2
 
     @property
     def gradient_samples(self) -> tuple[GradientSample, ...]:
-        """The histograms of the gradients, in the order of their steps."""
+        """The histograms of the gradients, in the order of their steps: at most `MOST_SAMPLES`, and the last one."""
         with self._lock:
-            return tuple(self._samples)
+            last = [] if self._last_sample is None or self._samples[-1] is self._last_sample else [self._last_sample]
+            return (*self._samples, *last)
 
     def explain(self, explanation: SkipExplanation) -> None:
         """Add why a step was skipped; a later explanation of the same step replaces it."""
@@ -145,7 +175,7 @@ class History:
 
     @property
     def mixed_scales(self) -> tuple[MixedScales, ...]:
-        """The steps that accumulated backwards at different scales, in order."""
+        """The steps that accumulated backwards at different scales, in order, the last `MOST_MIXED`."""
         with self._lock:
             return tuple(self._mixed)
 
@@ -194,7 +224,8 @@ class History:
     def __len__(self) -> int:
         """Return the number of steps."""
         with self._lock:
-            return self._length + len(self._pending)
+            columns, pending = len(self._columns), len(self._pending)
+        return columns + pending
 
     def __repr__(self) -> str:
         """Return one line with the numbers."""
@@ -214,12 +245,12 @@ class History:
     def skip_count(self) -> int:
         """The number of skipped steps."""
         with self._filled():
-            return len(self._skipped)
+            return self._skip_count
 
     def column(self, name: str) -> np.ndarray:
         """Return a copy of one column, `(steps,)`: words as an object array, NaN where no score was measured."""
         with self._filled():
-            return self._take(name, np.arange(self._length))
+            return self._read(name, slice(None))
 
     def record(self, row: int) -> StepRecord:
         """Return one step by its row, from 0 (negative from the end).
@@ -228,22 +259,23 @@ class History:
             IndexError: There is no such row.
         """
         with self._filled():
-            return self._record(range(self._length)[row])
+            row = range(len(self._columns))[row]
+            return self._records(slice(row, row + 1))[0]
 
     def records(self, start: int = 0) -> list[StepRecord]:
         """Return the steps from row `start` on."""
         with self._filled():
-            return [self._record(row) for row in range(start, self._length)]
+            return self._records(slice(start, None))
 
     def skips(self, start: int = 0) -> list[StepRecord]:
         """Return the skipped steps, from the `start`-th skip on."""
         with self._filled():
-            return [self._record(row) for row in self._skipped[start:]]
+            return self._records(self._skipped_rows()[start:])
 
     def skipped_steps(self) -> list[int]:
         """Return the numbers of the skipped steps."""
         with self._filled():
-            steps: list[int] = self._columns["step"][self._skipped].tolist()
+            steps: list[int] = self._columns.read("step", self._skipped_rows()).tolist()
             return steps
 
     def skip_groups(self) -> np.ndarray:
@@ -252,23 +284,29 @@ class History:
         Another level or another fault begins a new group.
         """
         with self._filled():
-            rows = np.array(self._skipped, dtype=np.int64)
-            codes = np.stack([self._columns[name][rows] for name in ("opt_level", "injected")])  # (2, skips)
+            rows = self._skipped_rows()
+            codes = np.stack([self._columns.read(name, rows) for name in ("opt_level", "injected")])  # (2, skips)
         breaks = np.flatnonzero((np.diff(rows) != 1) | (np.diff(codes) != 0).any(axis=0))
         firsts, lasts = np.append(rows[:1], rows[breaks + 1]), np.append(rows[breaks], rows[-1:])
         groups: np.ndarray = np.column_stack([firsts, lasts])
         return groups
 
-    def missing_losses(self) -> frozenset[int]:
-        """Return the steps without a loss; their records hold NaN, as those of a loss that is NaN."""
+    def missing_losses(self, start: int = 0) -> frozenset[int]:
+        """Return the steps from row `start` on without a loss; their records hold NaN, as those of a loss that is NaN.
+
+        Args:
+            start: negative from the end.
+        """
         with self._filled():
-            return frozenset(self._columns["step"][sorted(self._missing)].tolist())
+            first, *_ = slice(start, None).indices(len(self._columns))
+            missing = self._columns.read(_MISSING, slice(first, None))
+            missing[: max(self._untold - first, 0)] = True
+            return frozenset(self._columns.read("step", first + np.flatnonzero(missing)).tolist())
 
     def forget_losses(self) -> None:
-        """Mark the loss of every step so far as missing."""
+        """Mark the loss of every step so far as missing; all must be NaN."""
         with self._filled():
-            self._columns["loss"][: self._length] = math.nan
-            self._missing.update(range(self._length))
+            self._untold = len(self._columns)
 
     def level_changes(self) -> list[tuple[int, str]]:
         """Return (step, opt_level) of the first step and of each step whose level differs from the one before."""
@@ -276,9 +314,12 @@ class History:
             return list(self._levels)
 
     def rate(self, window: float = 1.0) -> float | None:
-        """Return steps per second over the last `window` seconds of training, None before the second step."""
+        """Return steps per second over the last `window` seconds of training, at most 65,536 steps.
+
+        None before the second step.
+        """
         with self._filled():
-            seconds = self._columns["seconds"][: self._length]
+            seconds = self._columns.read("seconds", slice(max(0, len(self._columns) - _FASTEST), None))
             if len(seconds) < 2:
                 return None
             first = min(int(np.searchsorted(seconds, seconds[-1] - window)), len(seconds) - 2)
@@ -311,7 +352,7 @@ class History:
             names = dict.fromkeys(["step", *columns, "skipped"])
             floats = [name for name in columns if COLUMNS[name] is np.float64]
             rows = self._rows_to_show(floats, limit, *self._span(low, high))
-            return {name: self._take(name, rows) for name in names}
+            return {name: self._read(name, rows) for name in names}
 
     @contextmanager
     def _filled(self) -> Iterator[None]:
@@ -323,61 +364,74 @@ class History:
     def _fill(self) -> None:
         """Move the pending steps into the columns; steps that are added meanwhile stay pending."""
         fresh = self._pending[:]
-        if not fresh:
-            return
-        start, end = self._length, self._length + len(fresh)
-        capacity = len(self._columns["step"])
-        if end > capacity:
-            self._columns = {name: np.resize(column, max(2 * capacity, end)) for name, column in self._columns.items()}
-        values = dict(zip(COLUMNS, zip(*fresh, strict=True), strict=True))
-        for name, column in values.items():
-            self._columns[name][start:end] = [self._code(word) for word in column] if name in _WORDS else column
-        self._skipped += [row for row, skipped in enumerate(values["skipped"], start) if skipped]
-        self._missing.update(row for row, loss in enumerate(values["loss"], start) if loss is None)
-        for step, level in zip(values["step"], values["opt_level"], strict=True):
-            if not self._levels or self._levels[-1][1] != level:
-                self._levels.append((step, level))
-        self._length = end
-        del self._pending[: len(fresh)]
+        if fresh:
+            self._extend(dict(zip(COLUMNS, zip(*fresh, strict=True), strict=True)))
+            del self._pending[: len(fresh)]
+
+    def extend(self, values: Mapping[str, Sequence[Any]]) -> None:
+        """Add steps as the values of each of `COLUMNS`, as in a `StepRow`; a missing loss is None."""
+        with self._filled():
+            self._extend(values)
+        self._last = cast(StepRow, tuple(values[name][-1] for name in COLUMNS))
+        scores = [score for score in values["score"] if score is not None]
+        self._last_score = scores[-1] if scores else self._last_score
+
+    def _extend(self, values: Mapping[str, Sequence[Any]]) -> None:
+        missing = [loss is None for loss in values["loss"]]
+        coded = {name: self._coded(values[name]) for name in _WORDS}
+        now = self._levels[-1][1] if self._levels else None
+        if set(values["opt_level"]) != {now}:
+            for step, level in zip(values["step"], values["opt_level"], strict=True):
+                if level != now:
+                    self._levels.append((step, level))
+                    now = level
+        self._columns.extend({**values, **coded, _MISSING: missing})
+        self._skip_count += sum(values["skipped"])
+
+    def _coded(self, words: Sequence[str | None]) -> list[int]:
+        """Return the codes of words; a new word gets the next one."""
+        for word in dict.fromkeys(words):
+            if word not in self._codes:
+                self._codes[word] = len(self._words)
+                self._words.append(word)
+        return [self._codes[word] for word in words]
+
+    def _skipped_rows(self, start: int = 0, end: int | None = None) -> np.ndarray:
+        """Return the rows of the skipped steps among some rows."""
+        return start + np.flatnonzero(self._columns.read("skipped", slice(start, end)))
 
     def _span(self, low: float, high: float) -> tuple[int, int]:
         """Return the rows of the steps from `low` to `high`, as first and end."""
-        steps = self._columns["step"][: self._length]
-        return int(np.searchsorted(steps, low)), int(np.searchsorted(steps, high, side="right"))
+        rows = range(len(self._columns))
+
+        def step(row: int) -> int:
+            return int(self._columns.read("step", slice(row, row + 1))[0])
+
+        start = 0 if not rows or low <= step(0) else bisect_left(rows, low, key=step)
+        end = len(rows) if not rows or high >= step(rows[-1]) else bisect_right(rows, high, key=step)
+        return start, end
 
     def _rows_to_show(self, names: list[str], limit: int, start: int, end: int) -> np.ndarray:
         if end - start <= limit:
             return np.arange(start, end)
-        names = names or ["seconds"]
-        columns = [self._columns[name] for name in names]
-        candidates = [
-            self._extremes.setdefault(name, BlockExtremes()).rows(column[: self._length], start, end) - start
-            for name, column in zip(names, columns, strict=True)
-        ]
-        skipped = np.array(self._skipped[bisect_left(self._skipped, start) : bisect_left(self._skipped, end)], np.int64)
-        within = [column[start:end] for column in columns]
-        return start + thin(within, candidates=candidates, marked=skipped - start, limit=limit)
+        candidates = []
+        for name in names or ["seconds"]:
+            extremes = self._extremes.setdefault(name, BlockExtremes())
+            extremes.extend(self._columns.read(name, slice(extremes.seen, None)))
+            rows = extremes.rows(start, end)
+            candidates.append((rows - start, self._columns.read(name, rows)))
+        return start + thin(end - start, candidates, marked=self._skipped_rows(start, end) - start, limit=limit)
 
-    def _take(self, name: str, rows: np.ndarray) -> np.ndarray:
-        values: np.ndarray = self._columns[name][rows]
-        if name not in _WORDS:
-            return values
-        words: np.ndarray = np.array(self._words, dtype=object)[values]
-        return words
+    def _read(self, name: str, rows: slice | np.ndarray) -> np.ndarray:
+        """Return some rows of a column, words as an object array."""
+        values = self._columns.read(name, rows)
+        return np.array(self._words, dtype=object)[values] if name in _WORDS else values
 
-    def _record(self, row: int) -> StepRecord:
-        values = {name: column[row].item() for name, column in self._columns.items()}
-        values.update({name: self._words[values[name]] for name in _WORDS})
+    def _records(self, rows: slice | np.ndarray) -> list[StepRecord]:
+        values = {name: self._read(name, rows).tolist() for name in COLUMNS}
         for name in _UNMEASURED:
-            values[name] = None if math.isnan(values[name]) else values[name]
-        return StepRecord(**values)
-
-    def _code(self, word: str | None) -> int:
-        code = self._codes.get(word)
-        if code is None:
-            code = self._codes[word] = len(self._words)
-            self._words.append(word)
-        return code
+            values[name] = [None if math.isnan(value) else value for value in values[name]]
+        return [StepRecord(*row) for row in zip(*values.values(), strict=True)]
 
 
 # Thinning: which rows of a long run a screen needs, namely those that a drawing of all rows would show.
@@ -430,49 +484,55 @@ class BlockExtremes:
 
     def __init__(self) -> None:
         self._rows: list[np.ndarray] = []
-        self._done = 0
+        self._length = 0
+        self.seen = 0
+        """Rows in complete blocks, which are not read again."""
 
-    def rows(self, column: np.ndarray, start: int = 0, end: int | None = None) -> np.ndarray:
-        """Return the sorted candidate rows of `column` from `start` to before `end`.
+    def extend(self, fresh: np.ndarray) -> None:
+        """Take the values from row `seen` to the end of the column."""
+        self._length = self.seen + len(fresh)
+        fresh = fresh[: len(fresh) - len(fresh) % BLOCK]
+        if len(fresh):
+            self._rows.append(extreme_rows(fresh, np.arange(0, len(fresh), BLOCK)) + self.seen)
+            self.seen += len(fresh)
+
+    def rows(self, start: int = 0, end: int | None = None) -> np.ndarray:
+        """Return the sorted candidate rows of the column from `start` to before `end`.
 
         They are the extremes of the complete blocks in between, and all rows of the blocks that are cut.
         """
-        complete = len(column) - len(column) % BLOCK
-        if complete > self._done:
-            fresh = column[self._done : complete]
-            self._rows.append(extreme_rows(fresh, np.arange(0, len(fresh), BLOCK)) + self._done)
-            self._done = complete
         if len(self._rows) > 1:
             self._rows = [np.concatenate(self._rows)]
-        end = len(column) if end is None else end
+        end = self._length if end is None else end
         first = min(-(-start // BLOCK) * BLOCK, end)  # of the first block that is not cut
-        last = max(first, min(self._done, end - end % BLOCK))
+        last = max(first, min(self.seen, end - end % BLOCK))
         known = self._rows[0] if self._rows else np.arange(0)
         inside = known[np.searchsorted(known, first) : np.searchsorted(known, last)]
         return np.concatenate([np.arange(start, first), inside, np.arange(last, end)])
 
 
-def thin(columns: list[np.ndarray], *, candidates: list[np.ndarray], marked: np.ndarray, limit: int) -> np.ndarray:
+def thin(
+    total: int, candidates: Sequence[tuple[np.ndarray, np.ndarray]], *, marked: np.ndarray, limit: int
+) -> np.ndarray:
     """Return the sorted rows to draw, about `limit` of them, or all rows if they fit.
 
     Args:
-        columns: The columns to draw, each `(rows,)`.
-        candidates: For each column the sorted rows that can be extremes (`BlockExtremes.rows`).
+        total: The number of rows.
+        candidates: For each column to draw the sorted rows that can be extremes (`BlockExtremes.rows`), and their
+            values.
         marked: Sorted rows that must be drawn.
         limit: Number of rows, at least 16. Columns with many NaN or inf among finite values can exceed it.
     """
-    total = len(columns[0])
     if total <= limit:
         return np.arange(total)
     if len(marked) > limit // 2:
         marked = _spread(marked, total, limit // 2)
-    per_bucket = 1 + 2 * len(columns)
+    per_bucket = 1 + 2 * len(candidates)
     buckets = max(1, (limit - len(marked)) // per_bucket)
     width = -(-total // buckets)
     kept: list[np.ndarray] = [np.arange(0, total, width), np.array([total - 1]), marked]
-    for column, rows in zip(columns, candidates, strict=True):
-        owner = rows // width
-        kept.append(rows[extreme_rows(column[rows], _starts(owner))])
+    for rows, values in candidates:
+        kept.append(rows[extreme_rows(values, _starts(rows // width))])
     return np.unique(np.concatenate(kept)).astype(np.int64)
 
 

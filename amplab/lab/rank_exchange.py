@@ -9,6 +9,7 @@ that all ranks act on them after the same step at no further cost.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 
 import torch
@@ -20,6 +21,7 @@ from amplab.parallel.ranks import Rank
 __all__ = ["RankExchange", "RankLost"]
 
 _REQUESTS = ("stop", "checkpoint")
+_SOURCE = re.compile(r"^\[[^\]]*\.cc:\d+\] ")
 
 
 class RankLost(RuntimeError):
@@ -85,5 +87,14 @@ class RankExchange:
         except RuntimeError as error:
             raise RankLost(
                 f"rank {self.place.rank} of {self.place.world_size} stopped: another rank has ended, or did not answer "
-                f"in time ({str(error).partition(chr(10))[0]})."
+                f"in time ({_reason(error)})."
             ) from error
+
+
+def _reason(error: RuntimeError) -> str:
+    """Return what gloo says, without the place in its source and its advice.
+
+    >>> _reason(RuntimeError("[gloo/pair.cc:553] Connection closed by peer [127.0.0.1]:1. This is typically caused by"))
+    'Connection closed by peer [127.0.0.1]:1'
+    """
+    return _SOURCE.sub("", str(error)).partition("\n")[0].partition(". ")[0]

@@ -102,6 +102,8 @@ def is_rank_log(path: Path) -> bool:
 def findings_of_ranks(found: Mapping[int, Sequence[tuple[int, Finding]]]) -> list[tuple[int, Finding]]:
     """Return (step, finding) of all ranks, by step; a finding that some ranks do not have says on which rank it is.
 
+    In a step those of a rank that says it was the one that was not finite are last: `with_explained` keeps the last.
+
     >>> nan = Finding("data-nonfinite", "error", "The batch holds NaN.", "why", "code")
     >>> [each.symptom for _, each in findings_of_ranks({0: [], 1: [(3, nan)]})]
     ['On rank 1: The batch holds NaN.']
@@ -116,7 +118,7 @@ def findings_of_ranks(found: Mapping[int, Sequence[tuple[int, Finding]]]) -> lis
         return each if is_shared else replace(each, symptom=f"On rank {rank}: {each.symptom}")
 
     named = [(step, told(rank, each)) for rank, own in found.items() for step, each in own]
-    return sorted(named, key=lambda each: each[0])
+    return sorted(named, key=lambda each: (each[0], "rank" in each[1].evidence))
 
 
 def joined(histories: Mapping[int, History]) -> History:
@@ -131,8 +133,8 @@ def joined(histories: Mapping[int, History]) -> History:
     for step in range(max(map(len, records.values()))):
         here = {rank: own[step] for rank, own in records.items() if step < len(own)}
         losses = {rank: record.loss for rank, record in here.items() if step not in missing[rank]}
-        ranks = (blamed[step].ranks if step in blamed else "") or _ranks_of(losses)
-        run.append_row(_joined_row([*here.values()], [*losses.values()], ranks))
+        ranks = (blamed[step].ranks if step in blamed else []) or _ranks_of(losses)
+        run.append_row(_joined_row(here, [*losses.values()], ranks))
     for each in blamed.values():
         run.explain(each.explanation)
     for sample in first.gradient_samples:
@@ -146,9 +148,9 @@ def joined(histories: Mapping[int, History]) -> History:
 
 @dataclass(frozen=True)
 class _Blamed:
-    """Which ranks were not finite in a step, in words, and what the first of them says."""
+    """Which ranks were not finite in a step, and what the first of them says."""
 
-    ranks: str
+    ranks: list[int]
     explanation: SkipExplanation
 
 
@@ -160,19 +162,19 @@ def _blamed(histories: Mapping[int, History]) -> Iterator[tuple[int, _Blamed]]:
         said = [each.explanations[step] for each in bad_first if step in each.explanations]
         guilty = [each for each in said if each.kind not in _ELSEWHERE]
         first = (guilty or said)[0]
-        words = _words([each.rank for each in guilty if each.rank is not None])
-        sentence = f"{words}: {first.sentence}" if words else first.sentence
-        yield step, _Blamed(words, replace(first, sentence=sentence))
+        ranks = [each.rank for each in guilty if each.rank is not None]
+        sentence = f"{_words(ranks)}: {first.sentence}" if ranks else first.sentence
+        yield step, _Blamed(ranks, replace(first, sentence=sentence))
 
 
 def _is_finite_in(history: History, step: int) -> bool:
     return step >= len(history) or math.isfinite(history.record(step).loss)
 
 
-def _ranks_of(losses: Mapping[int, float]) -> str:
-    """The ranks whose own loss is not finite, in words, if those of others are."""
+def _ranks_of(losses: Mapping[int, float]) -> list[int]:
+    """The ranks whose own loss is not finite, if those of others are."""
     bad = [rank for rank, loss in losses.items() if not math.isfinite(loss)]
-    return _words(bad) if len(bad) < len(losses) else ""
+    return bad if len(bad) < len(losses) else []
 
 
 def _words(ranks: list[int]) -> str:
@@ -181,14 +183,16 @@ def _words(ranks: list[int]) -> str:
     return f"ranks {', '.join(map(str, ranks[:-1]))} and {ranks[-1]}"
 
 
-def _joined_row(records: list[StepRecord], losses: list[float], ranks: str) -> StepRow:
+def _joined_row(by_rank: Mapping[int, StepRecord], losses: list[float], ranks: list[int]) -> StepRow:
+    records = [*by_rank.values()]
     first = records[0]
-    name = next((each.first_nonfinite for each in records if each.first_nonfinite), None)
+    blamed = [by_rank[rank] for rank in ranks if rank in by_rank]  # first: shards that overflow may differ by rank
+    name = next((each.first_nonfinite for each in (*blamed, *records) if each.first_nonfinite), None)
     injected = [each.injected for each in records if each.injected]
     row = replace(
         first,
         skipped=any(each.skipped for each in records),
-        first_nonfinite=f"{ranks}: {name}" if name and ranks else name,
+        first_nonfinite=f"{_words(ranks)}: {name}" if name and ranks else name,
         score=next((each.score for each in records if each.score is not None), None),
         seconds=max(each.seconds for each in records),
         injected=injected[0] if injected else None,

@@ -139,9 +139,10 @@ def _interrupted_once() -> Iterator[None]:
 
 
 def _report(summary: TrainSummary, exchange: RankExchange) -> None:
-    """Print what became of the ranks: each prints its failure, and rank 0 prints one line for each rank."""
+    """Print what became of the ranks: the failure of each, and one line for each rank."""
     if summary.failure:
-        sys.stderr.write(f"amplab train: {summary.failure}\n")
+        if exchange.place.rank:  # rank 0 has printed its own
+            sys.stderr.write(f"amplab train: {summary.failure}\n")
         return
     exchange.meet()  # every log is closed
     if exchange.place.rank == 0 and summary.log_path is not None:

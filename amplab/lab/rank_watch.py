@@ -1,6 +1,7 @@
 """What the watch of one rank writes down, tells the watches of the other ranks, and reads of theirs. Nothing waits.
 
-    after some steps    the state of this rank (`parallel.rank_state`), to its own log
+    after some steps    the state of this rank (`parallel.rank_state`), to its own log, when the next step begins: the
+                        loop may average the weights after the optimizer's step
                         its scales, skips, states and findings, to the store of the process group
     findings()          reads what the other ranks have posted, for the rules that compare ranks
 
@@ -70,11 +71,28 @@ class RankWatch:
         self._place: Rank | None = None
         self._texts: PostedTexts | None = None
         self._states: list[RankState] = []
+        self._due: int | None = None  # the step whose state is written down when the next one begins
         self._explained = 0
         self._has_ended = self._has_raised = self._has_waited = False
 
+    @property
+    def is_due(self) -> bool:
+        """Whether `at_forward` has something to write down."""
+        return self._due is not None
+
+    def at_forward(self) -> None:
+        """Write down and post the state after the last step, if it is due. Sync: one if it is."""
+        step, self._due = self._due, None
+        if step is None:
+            return
+        try:
+            self._note_state(step)
+            self._post()
+        except Exception as error:  # noqa: BLE001  a comparison of ranks must not end the loop
+            self._give_up(error)
+
     def after_step(self, step: int, *, batch_size: int | None, level: str | None) -> None:
-        """Write down and post what is due after a step. Sync: one at few steps, see `is_state_due`.
+        """Write down and post what is due after a step. Sync: none; one if no forward was seen since a state was due.
 
         Args:
             step: its number.
@@ -85,17 +103,18 @@ class RankWatch:
             self._place = this_rank()
         if self._place is None:
             return
+        if self._due is not None:  # the loop calls the model by another wrapper than the watch has
+            self._due = step
+            self.at_forward()
+        self._due = step if is_state_due(step) else None
         explained = len(self._store.history.explanations)
-        is_due = is_state_due(step)
-        if not is_due and explained == self._explained:
+        if step and explained == self._explained:
             return  # most steps
         self._explained = explained
         try:
             if step == 0:
                 for found in model_of_a_rank_findings(self._model, batch_size, level):
                     self._store.find(step, found)
-            if is_due:
-                self._note_state(step)
             self._post()
         except Exception as error:  # noqa: BLE001  a comparison of ranks must not end the loop
             self._give_up(error)
@@ -107,7 +126,7 @@ class RankWatch:
             return
         try:
             steps = len(self._store.history)
-            if not raised and self._states and self._states[-1].step < steps - 1:
+            if not raised and steps and (not self._states or self._states[-1].step < steps - 1):
                 self._note_state(steps - 1)
             self._post()
         except Exception as error:  # noqa: BLE001

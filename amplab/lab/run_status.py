@@ -146,7 +146,7 @@ def verdict(
 def _damaged(history: History, losses: np.ndarray) -> RunStatus | None:
     """A loss that is not finite in a step that was not skipped."""
     last = history.last
-    if last is None or last.skipped or math.isfinite(last.loss) or last.step in history.missing_losses():
+    if last is None or last.skipped or math.isfinite(last.loss) or history.missing_losses(-1):
         return None
     finite = np.flatnonzero(np.isfinite(losses))
     first = int(finite[-1]) + 1 if len(finite) else 0

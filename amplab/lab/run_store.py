@@ -67,6 +67,7 @@ class RunStore:
         self._wanted = None if log is None else Path(log)
         self._on_failure = on_failure
         self._log: RunLog | None = None
+        self._appending: tuple[StepRow, int] | None = None  # with its row in the history
         self._path: Path | None = None
 
     @classmethod
@@ -100,10 +101,26 @@ class RunStore:
         self.append_row(row_of(record))
 
     def append_row(self, row: StepRow) -> None:
-        """Add one step as its values."""
-        self.history.append_row(row)
-        if self._wanted is not None:
+        """Add one step as its values; after an interrupt in it, the next call of `append_row` or `close` does."""
+        self._finish_append()
+        self._appending = row, len(self.history)
+        self._finish_append()
+
+    @property
+    def step_count(self) -> int:
+        """The number of steps, and the number of the next one."""
+        self._finish_append()
+        return len(self.history)
+
+    def _finish_append(self) -> None:
+        if self._appending is None:
+            return
+        row, place = self._appending
+        if len(self.history) == place:
+            self.history.append_row(row)
+        if self._wanted is not None and (self._log is None or self._log.last_row is not row):
             self._write(self._wanted, RunLog.append_row, row)
+        self._appending = None
 
     def keep(self, sample: GradientSample) -> None:
         """Add a histogram of the gradients."""
@@ -180,6 +197,7 @@ class RunStore:
         Args:
             raised: the exception that ended the loop, in words; "" for none.
         """
+        self._finish_append()
         if self._wanted is not None and self._log is not None:
             self._write(self._wanted, partial(RunLog.close, steps=len(self.history), raised=raised))
         self._wanted = self._log = None

@@ -5,22 +5,26 @@ scaler           a step is over when                          it was skipped whe
 ===============  ===========================================  ==============================================
 apex session     the optimizer's ``step`` has returned        the session reports it
 amplab's         ``update`` has updated the scale             the scaler reports it
-torch's          the next forward starts, or the watch ends   the scale fell
+torch's          the next forward starts, or the watch ends   the scaler did not call the optimizer, or told it
+                                                              that it found inf
 none             the optimizer's ``step`` has returned        never
 ===============  ===========================================  ==============================================
 
-torch's scaler has no hook, and it does not call an optimizer whose step it skips. The only evidence is its scale, which
-is read once per step. Therefore only amplab's scaler reports the scales of several backwards of one step. A session
-unscales the gradients of each backward before it adds them, so that different scales do not mix.
+torch's scaler has no hook, and it does not call an optimizer whose step it skips. The evidence is in its record of the
+iteration, which ``update`` replaces and the probe keeps. Its scale is read once per step, so only amplab's scaler
+reports the scales of several backwards of one step. A session unscales the gradients of each backward before it adds
+them, so that different scales do not mix.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple
+from dataclasses import replace
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.amp.grad_scaler import OptState
 from torch.optim import Optimizer
 
 from amplab.amp import GradScaler, ScaleRecord, Session, default_session
@@ -126,6 +130,26 @@ class _ApexProbe(ScaleProbe):
         return ScaledStep(records[-1].loss_scale, self.scale(), bool(bad), first, records[-1].loss)
 
 
+class _Call:
+    """The call of an optimizer's step in this iteration. A fused optimizer is called in a skipped step, too."""
+
+    def __init__(self) -> None:
+        self.was_made = False
+        self._found_inf: Tensor | None = None
+
+    def see(self, optimizer: Optimizer, *_: object) -> None:
+        """Called after the optimizer's step, which has ``found_inf`` while it runs if it is fused."""
+        self.was_made, self._found_inf = True, getattr(optimizer, "found_inf", None)
+
+    def found_inf(self) -> bool:
+        """Whether the fused optimizer has skipped. Sync: one for a fused optimizer."""
+        return self._found_inf is not None and self._found_inf.item() > 0
+
+    def forget(self) -> None:
+        """Begin another iteration."""
+        self.was_made, self._found_inf = False, None
+
+
 class _AmplabProbe(ScaleProbe):
     kind = "amplab"
 
@@ -135,19 +159,16 @@ class _AmplabProbe(ScaleProbe):
         self.growth_interval = scaler.get_growth_interval() if self.dynamic else None
 
     def follow(self, optimizer: Optimizer, report: Report) -> Callable[[], None]:
-        stepped = False
-
-        def step(*_: object) -> None:
-            nonlocal stepped
-            stepped = True
+        call = _Call()
 
         def hear(record: ScaleRecord) -> None:
-            nonlocal stepped
-            if stepped or record.skipped:  # an update that sets the scale is not a step
+            if call.was_made and record.skipped and not call.found_inf():  # another optimizer has skipped its step
+                record = replace(record, skipped=False, first_nonfinite=None)
+            if call.was_made or record.skipped:  # an update that sets the scale is not a step
                 report(record)
-            stepped = False
+            call.forget()
 
-        ends = self._scaler.subscribe(hear), optimizer.register_step_post_hook(step).remove
+        ends = self._scaler.subscribe(hear), optimizer.register_step_post_hook(call.see).remove
 
         def end() -> None:
             for each in ends:
@@ -168,12 +189,15 @@ class _TorchProbe(ScaleProbe):
         self.dynamic = True
         self.growth_interval = scaler.get_growth_interval()
         self._scale = scaler.get_scale()
-        self._stepped = False
+        self._rows = scaler._per_optimizer_states  # of this iteration; `update` replaces it
+        self._reported: dict[str, Any] | None = None
+        self._call = _Call()
+        self._optimizer_id = 0
         self._report: Report | None = None
 
     def follow(self, optimizer: Optimizer, report: Report) -> Callable[[], None]:
-        self._report = report
-        remove = optimizer.register_step_post_hook(self._take_step).remove
+        self._report, self._optimizer_id = report, id(optimizer)
+        remove = optimizer.register_step_post_hook(self._call.see).remove
 
         def end() -> None:
             self.at_forward()
@@ -186,15 +210,15 @@ class _TorchProbe(ScaleProbe):
         return self._scaler.get_scale()
 
     def at_forward(self) -> None:
-        scale = self._scaler.get_scale()
-        stepped, was = self._stepped, self._scale
-        self._stepped, self._scale = False, scale
-        if self._report is not None and (stepped or scale < was):
-            # A fused optimizer is called in a skipped step too and does nothing there.
-            self._report(ScaledStep(was, scale, scale < was))
-
-    def _take_step(self, *_: object) -> None:
-        self._stepped = True
+        scale, was = self._scaler.get_scale(), self._scale
+        row = self._rows.get(self._optimizer_id)
+        self._scale, self._rows = scale, self._scaler._per_optimizer_states
+        stepped = row is not None and row["stage"] is OptState.STEPPED and row is not self._reported
+        if self._report is not None and (stepped or self._call.was_made):
+            self._reported = row
+            skipped = not self._call.was_made or self._call.found_inf()
+            self._call.forget()
+            self._report(ScaledStep(was, scale, skipped))
 
 
 def probe_of(scaler: Session | torch.amp.GradScaler | object | None, optimizer: Optimizer) -> ScaleProbe:

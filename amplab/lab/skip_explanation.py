@@ -81,7 +81,8 @@ class SkipExplanation:
         if not sound or not all(isinstance(text, str) for text in texts):
             return None
         numbers = known.get("fits"), known.get("loss"), known.get("rank")
-        return cls(**known) if all(isinstance(each, int | float | None) for each in numbers) else None
+        finite = all(each is None or (isinstance(each, int | float) and abs(each) < math.inf) for each in numbers)
+        return cls(**known) if finite else None
 
 
 class ExplanationBudget:

@@ -18,7 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from amplab.amp import Session, is_autocast_enabled
 from amplab.diagnose import FirstNonfinite, first_nonfinite
-from amplab.parallel.ranks import data_parallel, exchanges_in_forward, on_this_rank_alone, this_rank
+from amplab.parallel.ranks import data_parallel, exchanges_in_forward, this_rank
 from amplab.policies.nested_tensors import tensors_in
 from amplab.trace.handed_step import Loss, Scaler
 
@@ -139,8 +139,7 @@ class StepRerun:
                 f"{exchanging} exchanges values with the other ranks in its forward. On one rank alone it would wait."
             )
         for begun in tuple(self._begun):
-            alone = on_this_rank_alone(self._model, self.wrappers)
-            with self._as_it_began(begun.random), alone, self._inside_autocast_as_the_loop():
+            with self._as_it_began(begun.random), self._inside_autocast_as_the_loop():
                 found = self._first_nonfinite(begun.batch, loss_scale)
             if found is not None:
                 return found

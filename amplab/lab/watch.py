@@ -113,6 +113,7 @@ class Watch:
         self._failures: list[str] = []
         self._ranks = RankWatch(model, optimizers, self._store, wrappers=lambda: self._rerun.wrappers, fail=self._fail)
         self._batch_size: int | None = None
+        self._has_batches = False  # in the body of `batches`, which tells when a step begins
         self._needs_other_ranks = False  # no step can run again on this rank alone
         self._subscribers: list[Callable[[StepRecord], object]] = []
         self._ends: list[Callable[[], None]] = []
@@ -123,7 +124,8 @@ class Watch:
         )
         self._loss: float | Tensor | None = None
         self._loss_in_output = False
-        self._steps = 0
+        self._measured = -1  # the step that was measured last
+        self._unrecorded: tuple[ScaledStep | ScaleRecord, float | Tensor | None, int] | None = None
         self._skips_in_a_row = self._bad_in_a_row = 0
         self._began = 0  # ns
 
@@ -134,24 +136,40 @@ class Watch:
         if self._ends:
             raise RuntimeError("this watch is in use: expected a new amplab.watch(...) for each `with` block.")
         self._began = time.perf_counter_ns()
-        self._hooks.need("forward", self._probe.waits_for_forward)
-        self._hooks.need("output")
-        self._hooks.need("gradients")
-        self._look.begin()
-        self._ends += [self._hooks.end, self._idle.follow(), self._probe.follow(self._optimizers[0], self._take)]
+        self._ends.append(self._hooks.end)
+        try:
+            self._hooks.need("forward", self._probe.waits_for_forward)
+            self._hooks.need("output")
+            self._hooks.need("gradients")
+            self._look.begin()
+            self._ends.append(self._idle.follow())
+            self._ends.append(self._probe.follow(self._optimizers[0], self._take))
+        except BaseException:  # an interrupt: the block does not begin, so `__exit__` is not called
+            self._stop_following()
+            self._rerun.end()
+            raise
         return self
+
+    def _stop_following(self) -> None:
+        """Remove all hooks; a second call removes those that the first has left."""
+        while self._ends:  # the probe first: it may report a last step
+            self._ends[-1]()
+            self._ends.pop()
+            if not self._ends:
+                self._look.end()
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _trace: object) -> None:
         """Remove the hooks and close the log."""
-        self._look.batch_ends()
-        for end in reversed(self._ends):  # the probe first: it may report a last step
-            end()
-        self._look.end()
-        self._ends = []
         raised = "" if kind is None else shorten(f"{kind.__name__}: {error}", 120, placeholder="…")
-        self._ranks.end(raised)
-        self._store.close(raised)
-        self._rerun.end()
+        try:
+            self._look.batch_ends()
+            self._stop_following()
+            self._ranks.end(raised)
+            self._record_rest()
+            self._store.close(raised)
+        finally:
+            self._stop_following()
+            self._rerun.end()
         if self._check is not None:
             self._check.end()
         if self._scalars is not None:
@@ -164,10 +182,11 @@ class Watch:
         """
         if not isinstance(loader, Iterable):
             raise TypeError(f"batches({type(loader).__name__}): expected an iterable of batches, such as a loader.")
-        self._hooks.need("forward", needed=False)
+        self._has_batches = True
+        self._choose_forward_hook()
         try:
             for batch in loader:
-                self._probe.at_forward()  # the step before is over
+                self._at_forward()  # the step before is over
                 self._rerun.remember(batch)
                 if self._steps == 0:
                     self._batch_size = samples_in(batch)
@@ -176,7 +195,8 @@ class Watch:
                 self._look.batch_ends()
         finally:
             self._look.batch_ends()
-            self._hooks.need("forward", self._probe.waits_for_forward and bool(self._ends))
+            self._has_batches = False
+            self._choose_forward_hook()
 
     def loss(self, value: Tensor) -> Tensor:
         """Record the loss of this step, before it is scaled, and return it. Sync: none.
@@ -281,7 +301,18 @@ class Watch:
 
     def _see_forward(self, module: nn.Module, _args: object) -> None:
         if module.training and torch.is_grad_enabled() and not self._rerun.at_work:
-            self._probe.at_forward()
+            self._at_forward()
+
+    def _at_forward(self) -> None:
+        """The next step begins; with torch's scaler this ends the step before."""
+        self._probe.at_forward()
+        if self._ranks.is_due:
+            self._ranks.at_forward()
+            self._choose_forward_hook()
+
+    def _choose_forward_hook(self) -> None:
+        waits = self._probe.waits_for_forward or self._ranks.is_due
+        self._hooks.need("forward", waits and not self._has_batches and bool(self._ends))
 
     def _see_output(self, module: nn.Module, _args: object, output: object) -> None:
         """Take the loss that models of transformers return."""
@@ -293,6 +324,8 @@ class Watch:
 
     def _see_gradients(self, *_: object) -> None:
         """Called before the optimizer's step, when the gradients exist."""
+        self._record_rest()
+        self._measured = self._steps
         if self._steps % self._every == 0:
             self._measure.take()
         elif self._steps % _LARGEST_EVERY == 0:
@@ -305,6 +338,10 @@ class Watch:
             self._bad_in_a_row = 0
 
     @property
+    def _steps(self) -> int:
+        return self._store.step_count
+
+    @property
     def _checks_before_step(self) -> bool:
         """Whether a bad step runs again before the optimizer steps: if nothing skips it, its weights are lost."""
         return self._rerun.is_possible and not self._probe.dynamic
@@ -315,31 +352,48 @@ class Watch:
         return (self._loss is None or math.isfinite(self._loss)) and not self._probe.found_inf()
 
     def _take(self, outcome: ScaledStep | ScaleRecord) -> None:
-        row = self._row(outcome)
-        self._store.append_row(row)
-        self._rates.append((self._steps, float(self._optimizers[0].param_groups[0]["lr"])))
+        self._record_rest()
+        step = self._steps
+        self._unrecorded = outcome, self._loss, step
+        row = self._record(*self._unrecorded)
+        self._rates.append((step, float(self._optimizers[0].param_groups[0]["lr"])))
         if (histogram := self._measure.histogram) is not None:
-            self._keep_measure(histogram, outcome)
+            self._keep_measure(step, histogram, outcome)
         self._measure.forget()
         if len(outcome.backward_scales) > 1 and len(set(outcome.backward_scales)) > 1:
-            self._store.keep_scales(MixedScales(self._steps, outcome.backward_scales))
+            self._store.keep_scales(MixedScales(step, outcome.backward_scales))
         has_loss, self._loss = self._loss is not None or outcome.loss is not None, None
-        self._steps += 1
         self._choose_hooks(has_loss)
-        self._look.step_ends(self._steps - 1, skipped=outcome.skipped)
+        self._look.step_ends(step, skipped=outcome.skipped)
         if outcome.skipped or self._skips_in_a_row or self._check is not None:
             self._explain_skip(recorded(row))
         self._rerun.forget()
         level = self.config.opt_level
         self._ranks.after_step(row[0], batch_size=self._batch_size, level=None if level == NO_LEVEL else level)
+        if self._ranks.is_due:
+            self._choose_forward_hook()
         if self._subscribers or self._scalars is not None:
             self._publish(recorded(row))
 
-    def _row(self, outcome: ScaledStep | ScaleRecord) -> StepRow:
+    def _record_rest(self) -> None:
+        """Record a step whose record was interrupted."""
+        if self._unrecorded is not None:
+            self._record(*self._unrecorded)
+
+    def _record(self, outcome: ScaledStep | ScaleRecord, loss: float | Tensor | None, step: int) -> StepRow:
+        if self._measured != step:  # an interrupt has left what was measured
+            self._measure.forget()
+        row = self._row(step, outcome, loss)
+        if self._steps == step:
+            self._store.append_row(row)
+        self._unrecorded = None
+        return row
+
+    def _row(self, step: int, outcome: ScaledStep | ScaleRecord, loss: float | Tensor | None) -> StepRow:
         """Return the values of a `StepRecord`; making one would take longer than all the rest."""
-        loss = outcome.loss if self._loss is None else self._loss
+        loss = outcome.loss if loss is None else loss
         return (
-            self._steps,
+            step,
             _value(loss),
             outcome.loss_scale,
             outcome.next_loss_scale,
@@ -359,11 +413,11 @@ class Watch:
         if self._steps == 1 and has_loss and not self._loss_in_output:
             self._hooks.need("output", needed=False)
 
-    def _keep_measure(self, histogram: ExponentHistogram, outcome: ScaledStep | ScaleRecord) -> None:
-        layers = GradientRecord(self._steps, outcome.loss_scale, self._measure.layers).shares
-        self._store.keep(GradientSample(self._steps, outcome.loss_scale, histogram, layers))
+    def _keep_measure(self, step: int, histogram: ExponentHistogram, outcome: ScaledStep | ScaleRecord) -> None:
+        layers = GradientRecord(step, outcome.loss_scale, self._measure.layers).shares
+        self._store.keep(GradientSample(step, outcome.loss_scale, histogram, layers))
         if self._measure.norm is not None:
-            self._norms[self._steps] = self._measure.norm
+            self._norms[step] = self._measure.norm
 
     def _publish(self, record: StepRecord) -> None:
         for callback in list(self._subscribers):
@@ -397,12 +451,14 @@ class Watch:
         except Exception as error:  # noqa: BLE001  a failed explanation must not end the loop
             failure = str(error) if isinstance(error, CannotRunAgain) else f"{type(error).__name__}: {error}"
             case = "ranks" if isinstance(error, NeedsOtherRanks) else ""
-            self._store.find(step, finding("step-not-explained", case, evidence={"step": step}, failure=failure))
+            evidence, rank = {"step": step}, self._store.rank
+            if case and value is not None and rank is not None:
+                is_finite = math.isfinite(value)
+                failure += f" The loss of rank {rank} was {'finite' if is_finite else short_text(value)}."
+                evidence |= {} if is_finite else {"rank": rank}
+            self._store.find(step, finding("step-not-explained", case, evidence=evidence, failure=failure))
             why = f"could not run again: {failure}"
-            if case and value is not None:
-                said = "finite" if math.isfinite(value) else short_text(value)
-                why += f" The loss of rank {self._store.rank} was {said}."
-            self._store.explain(SkipExplanation(step, "once", why, rank=self._store.rank))
+            self._store.explain(SkipExplanation(step, "once", why, rank=rank))
             self._needs_other_ranks = bool(case)
             self._fail(f"step {step} could not run again: {failure}")
         else:

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, fields
 
+from amplab.diagnose.remedies.api_styles import ApiStyle
+
 __all__ = ["NO_LEVEL", "WatchedRun"]
 
 NO_LEVEL = "–"
@@ -47,8 +49,9 @@ class WatchedRun:
         """
         start, *words = text.split()
         pairs = dict(word.split("=", 1) for word in words if "=" in word)
-        if start != _START or set(pairs) != {each.name for each in fields(cls)}:
-            raise ValueError(f"{text!r}: expected the header of a watched run, such as {_START} model=Net ….")
+        fits = start == _START and set(pairs) == {each.name for each in fields(cls)}
+        if not fits or pairs["scaling"] not in [*ApiStyle]:
+            raise ValueError(f"{text!r}: expected the header of a watched run, such as {cls('Net', 'Adam', 'apex')}.")
         return cls(**pairs)
 
     @classmethod

@@ -104,7 +104,7 @@ def choose_lesson(folder: Path, name: str = "00") -> Path:
 def _chosen(known: list[str], name: str) -> list[str]:
     """Return the lessons that `name` means, by the first reading that finds one."""
     readings = (
-        [each for each in known if name.isdigit() and each.startswith(f"{int(name):02}_")],
+        [each for each in known if name.isdigit() and each.startswith(f"{name.lstrip('0'):0>2}_")],
         [each for each in known if name and each.startswith(name)],
         [each for each in known if len(name) >= 3 and "/" not in each and name in each],
     )

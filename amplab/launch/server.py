@@ -9,6 +9,7 @@ without it, so a notebook can import the modules next to it.
 """
 
 import importlib.util
+import ipaddress
 import os
 import socket
 import subprocess
@@ -37,11 +38,13 @@ class Launch:
         command: program and arguments.
         environment: the whole environment of the new process.
         opens_browser: False if JupyterLab will print its address instead.
+        warning: a sentence if other machines can reach the server, else "".
     """
 
     command: tuple[str, ...]
     environment: Mapping[str, str]
     opens_browser: bool
+    warning: str = ""
 
 
 def plan_launch(
@@ -89,7 +92,36 @@ def plan_launch(
         *(["--allow-root"] if runs_as_root() else []),
         *extra,
     ]
-    return Launch(tuple(command), lab_environment(os.environ, app=app, progress=progress_file(root)), opens_browser)
+    environment = lab_environment(os.environ, app=app, progress=progress_file(root))
+    return Launch(tuple(command), environment, opens_browser, warning_of_address(extra))
+
+
+def warning_of_address(arguments: Sequence[str]) -> str:
+    """Return a sentence if arguments of JupyterLab make it listen to other machines, else "".
+
+    >>> warning_of_address(["--ip=127.0.0.1", "--debug"])
+    ''
+    >>> warning_of_address(["--ip", "0.0.0.0"])[:26]
+    '--ip 0.0.0.0: other machin'
+    """
+    address = ADDRESS
+    for word, following in zip(arguments, [*arguments[1:], ""], strict=False):
+        option, given, value = word.partition("=")
+        if option in ("--ip", "--ServerApp.ip"):
+            address = value if given else following
+    if _is_loopback(address):
+        return ""
+    return (
+        f"--ip {address}: other machines can reach this server, and who has its token can run code here; leave --ip "
+        "out, and forward the port with `ssh -L` to open the lab from elsewhere."
+    )
+
+
+def _is_loopback(address: str) -> bool:
+    try:
+        return address == "localhost" or ipaddress.ip_address(address).is_loopback
+    except ValueError:
+        return False
 
 
 def launch(plan: Launch) -> int:

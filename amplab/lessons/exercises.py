@@ -7,9 +7,9 @@ on. `exercise` makes it answer with a `Verdict`, the same way in every lesson.
 import functools
 import inspect
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Generic, ParamSpec
+from typing import Any, Generic, ParamSpec, get_args, get_origin
 
 from amplab.lessons.progress import record_right
 
@@ -61,7 +61,9 @@ class Exercise(Generic[P]):
         try:
             wrong = self._check(*answer, **further)
         except Exception as error:  # noqa: BLE001 - the answer may be the reader's own function
-            wrong = f"with this answer the check raised {type(error).__name__}: {error}"
+            wrong = _other_form(self._check, *answer) or (
+                f"with this answer the check raised {type(error).__name__}: {error}"
+            )
         if wrong is not None:
             return Verdict(f"Not yet: {wrong}", right=False)
         record_right(self.name)
@@ -102,6 +104,26 @@ def _is_open(answer: object) -> bool:
     if isinstance(answer, list | tuple):
         return any(map(_is_open, answer))
     return answer is ...
+
+
+def _other_form(check: Callable[..., str | None], answer: Any, *_: object) -> str | None:
+    """Return that an answer has not the form that the check's annotation asks for, such as a number; else None."""
+    annotation = next(iter(inspect.signature(check, eval_str=True).parameters.values())).annotation
+    form = get_origin(annotation) or annotation
+    if form in (float, int):
+        fits, expected = isinstance(answer, float | int), "a number"
+    elif form is Callable:
+        fits, expected = callable(answer), "a function"
+    elif form is tuple:
+        size = len(get_args(annotation))
+        fits, expected = isinstance(answer, tuple | list) and len(answer) == size, f"{size} values in parentheses"
+    elif isinstance(form, type) and issubclass(form, Mapping):
+        fits, expected = isinstance(answer, Mapping), "a dict"
+    elif isinstance(form, type) and issubclass(form, Iterable) and form is not str:
+        fits, expected = isinstance(answer, Iterable), "a list"
+    else:
+        return None
+    return None if fits else f"{answer!r} is not {expected}, which is what the exercise asks for."
 
 
 def _why(check: Callable[P, str | None]) -> str:

@@ -39,7 +39,7 @@ def check_share_of_skips(answer: float) -> str | None:
     """
     if answer >= 1:
         return f"{answer!r} is not a share; write a number between 0 and 1, such as 0.1."
-    if 0.019 <= answer <= 0.021:
+    if 0.0195 <= answer <= 0.0201:
         return None
     if 0.0004 <= answer <= 0.0006:
         return f"{answer!r} is the share with a window of 2000; the window is 50."

@@ -62,6 +62,6 @@ def check_reserved_share(answer: float) -> str | None:
     reserved = sum(not abs(value) <= tiny.max for value in values)
     if answer == reserved:
         return f"{answer!r} is the number of the patterns; divide it by 32."
-    if abs(answer - reserved / 32) > 1e-9:
+    if not abs(answer - reserved / 32) <= 1e-9:  # NaN too
         return f"it is not {answer!r}; list the 32 values and count inf and nan."
     return None

@@ -164,6 +164,8 @@ def check_scaled_step(step: Callable[[nn.Module, Optimizer, Tensor, float], obje
     if torch.equal(scaled, start):
         return "the weights did not change; call `optimizer.step()` at the end."
     if torch.allclose(scaled, plain, rtol=0, atol=1e-6):
+        if not torch.allclose(_weights_after(step, 4 * scale), plain, rtol=0, atol=1e-6):
+            return "the weights are right for a scale of 1,024 and wrong for 4,096; divide each `p.grad` by `scale`."
         return (
             None if _scales_the_backward(step) else "the backward pass had no scale; call `(loss * scale).backward()`."
         )

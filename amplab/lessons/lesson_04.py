@@ -339,6 +339,8 @@ def check_o3_as_o2(answer: Mapping[str, Any]) -> str | None:
     Right:
         A level is nothing but its properties: O3 with these three overrides is O2.
     """
+    if not isinstance(answer, Mapping):
+        return f"{answer!r} is not a dict: write the overrides as dict(loss_scale=128.0)."
     found = OPT_LEVELS["O3"].properties.with_overrides(**answer)
     wanted = OPT_LEVELS["O2"].properties
     for name in OVERRIDES:
@@ -359,6 +361,8 @@ def check_one_override(answer: Mapping[str, Any]) -> str | None:
     Right:
         With float32 masters the small updates add up; the weights that compute are still half.
     """
+    if not isinstance(answer, Mapping):
+        return f"{answer!r} is not a dict: write the override as dict(loss_scale=128.0)."
     if len(answer) != 1:
         return f"{dict(answer)} has {len(answer)} overrides: exactly one is enough."
     (name,) = answer

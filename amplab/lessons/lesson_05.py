@@ -6,6 +6,7 @@ The lists are `amplab.policies.tables`; the X-ray is `amplab.xray`.
 from __future__ import annotations
 
 import functools
+import operator
 import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -175,12 +176,11 @@ def check_float32_rule(answer: PrecisionPolicy) -> str | None:
     cast = answer.explain(torch.matmul).cast
     if cast is not CastPolicy.FP32:
         return f"matmul is still {cast.value} with {answer}."
-    plain = PrecisionPolicy()
-    for func in (F.linear, F.conv2d, F.softmax, torch.exp, torch.relu, torch.add):
-        if answer.explain(func).cast is not plain.explain(func).cast:
-            return (
-                f"{func.__name__} has changed too, to {answer.explain(func).cast.value}: write a rule for matmul only."
-            )
+    asked, runs_in = PrecisionPolicy(op_rules={"matmul": torch.float32}), operator.itemgetter("op", "runs in")
+    if others := sorted(set(map(runs_in, answer.rows())) - set(map(runs_in, asked.rows()))):
+        return f"{others[0][0]} has changed too, to {others[0][1]}: write a rule for matmul only."
+    if answer.module_rules:
+        return f"the policy also has rules for modules, {answer.module_rules}: write a rule for matmul only."
     return None
 
 
@@ -193,6 +193,8 @@ def check_saving_rule(answer: str) -> str | None:
     """
     if not isinstance(answer, str):
         return f"{answer!r} is not a pattern: write a name such as 'output', or several with commas between them."
+    if "block" in answer:
+        return f"{answer!r} has the letters 'block': what stands for any letters in a pattern?"
     run = transformer_run(answer)
     if run.lost:
         return f"{run.lost} of the last 20 steps are still skipped: which module computes exp(x)?"

@@ -11,6 +11,7 @@ import contextlib
 import hashlib
 import os
 import platform
+import re
 import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -209,12 +210,20 @@ def check_schema(answer: str) -> str | None:
     written = {each.name: each.alias_info is not None and each.alias_info.is_write for each in schema.arguments}
     if written.keys() != _COPY.keys():
         return f"its arguments are {', '.join(written)}: expected {', '.join(_COPY)}."
+    for each in schema.arguments:
+        if str(each.type) != (expected := "List[Tensor]" if each.name.endswith("puts") else "Tensor"):
+            return f"{each.name} is {each.type} now; expected {expected}: only add the marks."
     for name, writes in _COPY.items():
         if written[name] and not writes:
             return f"it says that {name} is written, but the operator only reads it: remove (…!) there."
         if writes and not written[name]:
             return f"it says that {name} is only read; the operator writes it: mark it, such as Tensor(a!)."
-    return None if not schema.returns else "it returns something; the operator returns nothing: end with -> ()."
+    if schema.returns:
+        return "it returns something; the operator returns nothing: end with -> ()."
+    letters = re.findall(r"\((\w+)!\)", str(schema))
+    if len(set(letters)) < len(letters):
+        return "outputs and found_inf have the same letter, which says that they may share memory: write (a!) and (b!)."
+    return None
 
 
 @exercise("07-3")
@@ -227,14 +236,14 @@ def check_unscale_copy(answer: _UnscaleCopy) -> str | None:
     if not callable(answer):
         return f"{answer!r} cannot be called: write def answer(inputs, outputs, found_inf, inv_scale)."
     inv_scale = torch.tensor(2.0**-16)
-    overflow = [torch.ones(2).half(), torch.tensor([1.0, torch.inf]).half()]
-    for inputs in ([torch.tensor([2.0, 2.0**-10]).half()], overflow):
+    finite, overflow, invalid = (torch.tensor([1.0, each]).half() for each in (2.0, torch.inf, torch.nan))
+    for inputs in ([torch.tensor([2.0, 2.0**-10]).half()], [finite, overflow], [overflow, finite], [invalid]):
         kept = [each.clone() for each in inputs]
         outputs = [torch.full(each.shape, 7.0) for each in inputs]
         right, found_inf, expected_inf = [each.clone() for each in outputs], torch.zeros(1), torch.zeros(1)
         multi_tensor_unscale_copy_reference(inputs, right, expected_inf, inv_scale)
         answer(inputs, outputs, found_inf, inv_scale)
-        if not all(map(torch.equal, inputs, kept)):
+        if not all(map(_same, inputs, kept)):
             return "it changes the inputs: write only to the outputs, such as output.copy_(…)."
         if fault := _copy_fault(outputs, right):
             return fault
@@ -243,10 +252,15 @@ def check_unscale_copy(answer: _UnscaleCopy) -> str | None:
     return None
 
 
+def _same(first: Tensor, second: Tensor) -> bool:
+    """Return whether two tensors are equal, NaN included."""
+    return torch.allclose(first, second, rtol=0, atol=0, equal_nan=True)
+
+
 def _copy_fault(outputs: list[Tensor], right: list[Tensor]) -> str | None:
     """Return how the outputs differ from the right ones, or None."""
     for output, expected in zip(outputs, right, strict=True):
-        if torch.equal(output, expected):
+        if _same(output, expected):
             continue
         if bool((output == 7).all()):
             return "the outputs did not change: write into them in place, output.copy_(…) or output[:] = …"

@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from amplab import amp
 from amplab.amp import MemoryUse, Session
 from amplab.display.charts import Chart, bar_chart, line_chart
 from amplab.display.numbers import binary_power
@@ -22,6 +23,7 @@ from amplab.lessons.exercises import exercise
 __all__ = [
     "LATE",
     "RIGHT",
+    "before_the_step",
     "check_bytes_per_parameter",
     "check_clipped_step",
     "check_smallest_rate",
@@ -54,6 +56,17 @@ def network() -> nn.Sequential:
     with torch.random.fork_rng(devices=()):
         torch.manual_seed(0)
         return nn.Sequential(nn.Linear(64, 32), nn.ReLU(), nn.Linear(32, 10))
+
+
+def before_the_step() -> tuple[nn.Module, torch.optim.Optimizer]:
+    """Return the network and SGD at O2 after one backward: the gradients of the digits are on the masters."""
+    amp.reset()
+    start = network()
+    model, optimizer = amp.initialize(start, torch.optim.SGD(start.parameters(), lr=2**-8), opt_level="O2", verbosity=0)
+    images, labels = digits()
+    with amp.scale_loss(F.cross_entropy(model(images), labels), optimizer) as scaled_loss:
+        scaled_loss.backward()
+    return model, optimizer
 
 
 def lost_updates(model: nn.Module, learning_rate: float) -> dict[str, float]:
@@ -216,28 +229,39 @@ def check_clipped_step(answer: _Step) -> str | None:
     """
     if not callable(answer):
         return f"{answer!r} cannot be called: write def answer(session, loss, optimizer)."
-    scale, rate, norm = 1024.0, 0.5, 8.0
+    used = _norm_used(answer, norm := 8.0)
+    if (fault := _misstep(used, norm)) is not None:
+        return fault
+    if abs((used := _norm_used(answer, 0.5)) - 0.5) < 0.01:
+        return None
+    return f"gradients of norm 0.5, which is below the limit, became {used:.3g}: a clip leaves them as they are."
+
+
+_SCALE, _RATE = 1024.0, 0.5
+
+
+def _norm_used(answer: _Step, norm: float) -> float:
+    """Return the norm of the gradients that a step of `answer` uses, of a loss whose gradient has norm `norm`."""
     session, model = Session(), nn.Linear(4, 1, bias=False)
     nn.init.zeros_(model.weight)
-    optimizer = torch.optim.SGD(model.parameters(), lr=rate)
-    session.initialize(model, optimizer, opt_level="O2", loss_scale=scale, verbosity=0)
+    optimizer = torch.optim.SGD(model.parameters(), lr=_RATE)
+    session.initialize(model, optimizer, opt_level="O2", loss_scale=_SCALE, verbosity=0)
     try:
-        loss = model(torch.full((1, 4), norm / 2)).float().sum()  # its gradient has a norm of 8
+        loss = model(torch.full((1, 4), norm / 2)).float().sum()  # four elements: its gradient has this norm
         answer(session, loss, optimizer)
         (master,) = session.master_params(optimizer)
-        used = master.detach().norm().item() / rate
+        return float(master.detach().norm()) / _RATE
     finally:
         session.reset()
-    return _misstep(used, norm, scale)
 
 
-def _misstep(used: float, norm: float, scale: float) -> str | None:
+def _misstep(used: float, norm: float) -> str | None:
     """Return what is wrong with a step that used gradients of norm ``used``; None for 1."""
     for wrong, sentence in (
         (0.0, "the weights did not change: call backward on the scaled loss, and optimizer.step() at the end"),
         (norm, f"the step used gradients of norm {norm:g}: at O2 clip amp.master_params, not model.parameters()"),
-        (1 / scale, f"the step is {scale:g} times too short: the gradients were clipped while they were scaled"),
-        (norm * scale, "the step used gradients that are still scaled: let the block of scale_loss end first"),
+        (1 / _SCALE, f"the step is {_SCALE:g} times too short: the gradients were clipped while they were scaled"),
+        (norm * _SCALE, "the step used gradients that are still scaled: let the block of scale_loss end first"),
     ):
         if abs(used - wrong) <= 0.01 * wrong:
             return f"{sentence}."

@@ -267,13 +267,32 @@ def check_generator_step(answer: Callable[..., object]) -> str | None:
     session = Session()
     models, optimizers = session.initialize(*new_gan(), opt_level="O1", num_losses=3, verbosity=0)
     before = [param.detach().clone() for param in models[1].parameters()]
+    for param in models[1].parameters():  # as after an earlier step
+        param.grad = torch.ones_like(param)
+    expected = _clean_gradients(*models)
     try:
         with session.casting():
             answer(*models, optimizers[1], batch(0).noise, session.scale_loss)
     finally:
         unscaled = [scaler._unskipped for scaler in session.scalers]
         session.reset()
-    return _fault_of_generator(models, before, unscaled)
+    if (fault := _fault_of_generator(models, before, unscaled)) is not None:
+        return fault
+    used = torch.cat([param.grad.flatten() for param in models[1].parameters() if param.grad is not None])
+    if not torch.allclose(used, expected, rtol=0, atol=0.1):
+        return "the step also used the gradients of an earlier step: call optimizer.zero_grad() first."
+    if not float((used - expected).norm()) <= 0.1 * float(expected.norm()):  # NaN too
+        return (
+            "the gradients are not those of judged(discriminator(generator(noise)), 1.0): the generator learns to make "
+            "images that the discriminator takes for real."
+        )
+    return None
+
+
+def _clean_gradients(discriminator: nn.Module, generator: nn.Module) -> Tensor:
+    """Return the gradients of the generator for the first batch, in float32; they are all far below 1."""
+    loss = judged(discriminator(generator(batch(0).noise)), 1.0)
+    return torch.cat([grad.flatten() for grad in torch.autograd.grad(loss, list(generator.parameters()))])
 
 
 def _fault_of_generator(models: list[nn.Module], before: list[Tensor], unscaled: list[int]) -> str | None:
@@ -289,4 +308,6 @@ def _fault_of_generator(models: list[nn.Module], before: list[Tensor], unscaled:
             f"the discriminator still has gradients, with a norm of {norm:.0e}: they are scaled, and its next step "
             "would use them. Set them to zero, or use discriminator.requires_grad_(False) during the backward."
         )
+    if not all(param.requires_grad for param in models[0].parameters()):
+        return "the discriminator would never learn again: call discriminator.requires_grad_(True) at the end."
     return None

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from functools import lru_cache
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -166,27 +168,40 @@ def check_accumulation(answer: Callable[..., object]) -> str | None:
     """
     session = Session()
     records: list[ScaleRecord] = []
+    losses: list[Tensor] = []
+
+    def scale_loss(loss: Tensor, *args: Any, **kwargs: Any) -> AbstractContextManager[Tensor]:
+        losses.append(loss)
+        return session.scale_loss(loss, *args, **kwargs)
+
     model, optimizer = session.initialize(*new_model(), opt_level="O1", verbosity=0)
+    before = nn.utils.parameters_to_vector(model.parameters()).detach().clone()
     stop = session.subscribe(records.append)
     try:
         with session.casting():
-            answer(model, optimizer, micro_batches(8), session.scale_loss)
+            answer(model, optimizer, micro_batches(8), scale_loss)
         gradients = gradients_of(model)
     finally:
         stop()
         session.reset()
+    if not torch.equal(nn.utils.parameters_to_vector(model.parameters()), before):
+        return "the weights have changed: the exercise asks for the gradients only, without optimizer.step()."
     if not records:
         return "no gradient was unscaled: the last backward must run without delay_unscale."
     if len(records) > 1:
         return f"gradients were unscaled {len(records)} times, expected once: delay all backwards but the last."
-    return _difference(float(gradients.norm()) / float(_whole_batch().norm()), gradients)
+    if (fault := _difference(float(gradients.norm()) / float(_whole_batch().norm()), gradients)) is not None:
+        return fault
+    if len(losses) != 8:
+        return f"scale_loss was entered {len(losses)} times, expected 8: once for each micro-batch."
+    return None
 
 
 def _difference(ratio: float, gradients: Tensor) -> str | None:
     """Return what is wrong with accumulated gradients, from their norm relative to that of the whole batch."""
     if 7.0 < ratio < 9.0:
         return f"the gradients are {ratio:.1f} times as large as those of the whole batch: divide each loss by 8."
-    if float((gradients - _whole_batch()).norm() / _whole_batch().norm()) > 0.05:
+    if not float((gradients - _whole_batch()).norm() / _whole_batch().norm()) <= 0.05:  # NaN too
         return (
             f"the gradients differ from those of the whole batch (norm × {ratio:.2g}): use all eight micro-batches, "
             "and set gradients to zero only before the first one."

@@ -27,6 +27,7 @@ __all__ = [
     "check_order",
     "check_train_step",
     "new_model",
+    "plain_loop",
     "recipe_explorer",
     "recipe_without",
 ]
@@ -44,6 +45,7 @@ RECIPE = (
 """The lines of one iteration, with the name of each line that can be left out."""
 
 STEPS = 40
+_BRIGHT = 16  # a factor on the images of exercise 2: their gradients have norms above 1, so that clipping changes them
 
 
 class Mlp(NamedTuple):
@@ -59,6 +61,18 @@ def new_model(seed: int = 0) -> Mlp:
         torch.manual_seed(seed)
         model = nn.Sequential(nn.Flatten(), nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 10))
     return Mlp(model, torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9))
+
+
+def plain_loop(steps: int) -> nn.Module:
+    """Return the network after a loop in float32 that has neither autocast nor a scaler."""
+    model, optimizer = new_model()
+    task = load_task("digits", 0)
+    for step in range(steps):
+        images, labels = task.batch(step, 64)
+        F.cross_entropy(model(images), labels).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return model
 
 
 @dataclass(frozen=True)
@@ -215,18 +229,20 @@ def check_train_step(answer: Callable[..., object]) -> str | None:
     (model, optimizer), (expected, its_optimizer) = new_model(), new_model()
     task, scaler, its_scaler = load_task("digits", 0), _Recorded(), torch.amp.GradScaler("cpu")
     for step in range(5):
-        batch = task.batch(step, 64)
+        digits = task.batch(step, 64)
+        batch = digits._replace(images=digits.images * _BRIGHT)
         answer(model, batch, optimizer, scaler)
         _iteration(expected, its_optimizer, its_scaler, batch.images, batch.labels, "nothing")
         if (fault := _fault(scaler.calls)) is not None:
             return fault
         scaler.calls.clear()
-    pairs = zip(model.parameters(), expected.parameters(), strict=True)
-    worst = max(float((weight - right).detach().abs().max()) for weight, right in pairs)
-    if worst > 1e-3:
+    given, right = (nn.utils.parameters_to_vector(each.parameters()).detach() for each in (model, expected))
+    if not torch.equal(given, right):
+        worst = float((given - right).abs().max())
         return (
-            f"after five steps the weights differ by {worst:.1g} from those of the recipe: compare yours line by line; "
-            "clip to a norm of 1.0 between unscale_ and step, and set the gradients to zero first."
+            f"after five steps the weights differ by {worst:.1g} from those of the recipe: compare yours line by line. "
+            "Forward and loss are inside autocast, in float16; gradients are set to zero before backward, and clipped "
+            "to a norm of 1.0 between unscale_ and step."
         )
     return None
 
@@ -264,6 +280,9 @@ def check_loaded_scale(answer: dict[str, Any]) -> str | None:
         )
     if scaler.get_scale() != 32768.0:
         return f"the scale is {scaler.get_scale():g}, expected 32768: apex's `loss_scale` is torch's `scale`."
+    fresh = torch.amp.GradScaler("cpu").state_dict()
+    if changed := [name for name in fresh if name not in ("scale", "_growth_tracker") and answer[name] != fresh[name]]:
+        return f"{changed[0]} is {answer[changed[0]]}, expected {fresh[changed[0]]}: keep the rest of the state."
     if scaler._get_growth_tracker() != 12:
         return (
             f"the counter of clean steps is {scaler._get_growth_tracker()}, expected 12: apex's `unskipped` is torch's "

@@ -56,7 +56,7 @@ class RankError(Exception):
     """A rank raised, or reached the limit."""
 
 
-def run_ranks(*functions: Callable[[int], Any], limit: float = 60.0) -> list[dict[str, Any]]:
+def run_ranks(*functions: Callable[[int], Any], limit: float = 100.0) -> list[dict[str, Any]]:
     """Call functions of the rank in two processes of one gloo group; return for each rank name -> what it returned.
 
     Args:
@@ -353,12 +353,19 @@ def check_thread(answer: Callable[[nn.Module, Tensor], Tensor]) -> str | None:
     if not callable(answer):
         return f"{answer!r} is not a function; write def answer(model, images): …"
     model, (images, _) = network(), batches(1)[0]
+    dtypes: list[torch.dtype] = []
+    for layer in model:
+        layer.register_forward_hook(lambda _layer, _inputs, output: dtypes.append(output.dtype))
     with in_half():
         got = in_a_thread(lambda: answer(model, images))
     if not isinstance(got, Tensor):
         return f"it returns {got!r}, not the output of the model."
     if any(each.dtype != torch.float32 for each in model.parameters()):
         return "it changes the dtype of the weights. Enter a region instead; the weights stay in float32."
+    if not dtypes:
+        return "it does not call the model."
+    if got.dtype == torch.float16 != dtypes[0]:
+        return f"the layers compute in {dtypes[0]}, and only the result is half. Enter a region of autocast."
     if got.dtype != torch.float16:
         return f"in a new thread it returns {got.dtype}. Enter the region inside of the function."
     return None

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from amplab.parallel.agreement import first_rank, refuse_disagreement
 from amplab.parallel.combined_reducer import CombinedReducer
 from amplab.parallel.distributed import flat_dist_call
+from amplab.parallel.ranks import is_alone
 
 __all__ = ["CombinedDDP"]
 
@@ -92,7 +93,8 @@ class CombinedDDP:
                 "DistributedDataParallel around a model of amp.initialize(combine_ddp=True): both average the "
                 "gradients; call the model itself, or leave combine_ddp out."
             )
-        self._broadcast(list(model.buffers()))
+        if not is_alone():
+            self._broadcast(list(model.buffers()))
 
     def _broadcast(self, tensors: list[Tensor]) -> None:
         # By .data, since the backward of an earlier forward may hold a buffer; in training it does not read its values.

@@ -22,6 +22,7 @@ from torch import Tensor
 
 from amplab.kernels import GradientPlaces, Whereabouts, unscale_copy
 from amplab.parallel.agreement import first_rank, refuse_disagreement
+from amplab.parallel.ranks import is_alone
 from amplab.scalers import FlatGradients
 from amplab.scalers.flat_buffer import FlatBuffer
 
@@ -215,7 +216,7 @@ class CombinedReducer:
             params: one list for each of `flats`.
 
         Raises:
-            RuntimeError: the parameters that require a gradient differ between ranks.
+            RuntimeError: the parameters that require a gradient differ between ranks, or one of them is complex.
 
         Sync: waits for every rank if the parameters are new; else none.
         """
@@ -230,7 +231,9 @@ class CombinedReducer:
             self._plan()
 
     def begin(self) -> None:
-        """Send each bucket as soon as it is full, until `finish`. Sync: none."""
+        """Send each bucket as soon as it is full, until `finish`; nothing if this rank runs alone. Sync: none."""
+        if is_alone():
+            return
         self._sending = True
         self._recorded = self._arrived is not None
 
@@ -285,11 +288,14 @@ class CombinedReducer:
         self._awaited, self._sending, self._ready, self._works = False, False, set(), []
 
     def _send(self, bucket: Bucket) -> None:
-        device = bucket.tensor.device
-        if device not in self._factor:
-            self._factor[device] = torch.tensor([1.0 / dist.get_world_size(self._group)], device=device)
         if (misfit := bucket.misfit()) is not None:
             raise RuntimeError(self._describe_misfit(misfit))
+        device = bucket.tensor.device
+        if is_alone():
+            bucket.fill(torch.ones(1, device=device))
+            return
+        if device not in self._factor:
+            self._factor[device] = torch.tensor([1.0 / dist.get_world_size(self._group)], device=device)
         bucket.fill(self._factor[device])
         self._works.append(dist.all_reduce(bucket.tensor, group=self._group, async_op=True))
 
@@ -307,6 +313,12 @@ class CombinedReducer:
     def _plan(self) -> None:
         """Cut the buffers into buckets, and record the order of the next backward."""
         listed = [(self._name(param), param) for buffer in self._buffers for param in buffer.params]
+        for name, param in listed:
+            if param.is_complex():
+                raise RuntimeError(
+                    f"{name} is {param.dtype}: combine_ddp=True averages the gradients of real parameters; use "
+                    "DistributedDataParallel instead."
+                )
         refuse_disagreement("gradients", listed, self._group)
         self._buckets = []
         for buffer in self._buffers:

@@ -5,6 +5,7 @@ gradient <- sum over processes (gradient / predivide) * (predivide / world_size 
 
 import atexit
 import gc
+import math
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
@@ -19,6 +20,8 @@ import torch.distributed as dist
 import torch.distributed.nn.functional
 from torch import Tensor, nn
 from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
+
+from amplab.parallel.ranks import is_alone
 
 __all__ = ["DistributedDataParallel", "Reducer", "apply_flat_dist_call", "flat_dist_call"]
 
@@ -43,7 +46,7 @@ class DistributedDataParallel(nn.parallel.DistributedDataParallel):
         prof: ignored; torch marks its ranges itself.
 
     Raises:
-        ValueError: an argument that is not supported.
+        ValueError: an argument that is not supported; a factor that is not positive.
 
     Reference: apex ``DistributedDataParallel``. As in apex, buffers are broadcast once, here, and not at every
     forward.
@@ -71,6 +74,11 @@ class DistributedDataParallel(nn.parallel.DistributedDataParallel):
         _refuse("retain_allreduce_buffers", retain_allreduce_buffers or None, "the parameters' own .grad")
         _refuse("allreduce_communicators", allreduce_communicators, "torch.distributed's default group")
         _refuse("gradient_average_split_factor", gradient_average_split_factor, "gradient_predivide_factor")
+        if not (math.isfinite(gradient_predivide_factor) and gradient_predivide_factor > 0):
+            raise ValueError(
+                f"gradient_predivide_factor={gradient_predivide_factor}: expected a finite number > 0; it divides the "
+                "gradients before the sum."
+            )
         super().__init__(
             module,
             bucket_cap_mb=max(1, round(message_size * 4 / 2**20)),
@@ -136,6 +144,8 @@ class Reducer:
 
     def reduce(self) -> None:
         """Average the gradients of the module, or the tensors, in place: one all_reduce for each dtype and device."""
+        if is_alone():
+            return
         grads = self.grads
         if self.module is not None:
             grads = [param.grad for param in self.module.parameters() if param.grad is not None]

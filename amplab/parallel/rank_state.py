@@ -115,8 +115,9 @@ class RankState:
         known = {each.name: values.get(each.name) for each in fields(cls)}
         numbers = (known["step"], known["model"], known["total"], known["norm"], known["rounding"])
         rates = known["rates"]
-        sound = all(isinstance(each, int | float) for each in numbers) and isinstance(rates, list | tuple)
-        if not sound or known["averages"] not in get_args(Averages) or not isinstance(known["settings"], str):
+        sound = isinstance(rates, list | tuple) and all(map(_is_finite, (*numbers, *rates)))
+        sound = sound and isinstance(known["checksum"], int | None) and isinstance(known["settings"], str)
+        if not sound or known["averages"] not in get_args(Averages):
             return None
         return cls(**{**known, "rates": tuple(rates)})  # type: ignore[arg-type]
 
@@ -157,6 +158,10 @@ def _sums(weights: Sequence[Tensor]) -> tuple[int, float, float]:
         bits += int(read[0].view(torch.int64))
         total, squares = total + float(read[1]), squares + float(read[2])
     return bits, _finite(total), _finite(math.sqrt(squares))
+
+
+def _is_finite(value: object) -> bool:
+    return isinstance(value, int | float) and abs(value) <= sys.float_info.max
 
 
 def _finite(value: float) -> float:

@@ -2,30 +2,33 @@
 
 A collective waits for every rank, so a tool that runs on one rank only, such as a watch on rank 0, must not call one.
 `agreed_text`, `texts_of_ranks` and `PostedTexts` use the key-value store of the process group instead;
-`on_this_rank_alone` runs a step without the exchange of DistributedDataParallel.
+`on_this_rank_alone` runs a step without the exchange of gradients, buffers and statistics.
 """
 
 from __future__ import annotations
 
 import os
 import platform
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
 import torch.distributed as dist
 from torch import nn
+from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.nn.parallel import DistributedDataParallel
 
 __all__ = [
     "PostedTexts",
     "Rank",
     "agreed_text",
+    "averages_gradients",
     "data_parallel",
     "exchanges_in_forward",
     "has_other_ranks",
+    "is_alone",
     "on_this_rank_alone",
     "texts_of_ranks",
     "this_rank",
@@ -93,7 +96,7 @@ def texts_of_ranks(name: str, own: str, *, timeout: float) -> Sequence[str | Non
     number = store.add(f"amplab/{name}/calls of rank {rank}", 1)
     keys = [f"amplab/{name}/{number}/rank {each}" for each in range(dist.get_world_size())]
     store.set(keys[rank], own)
-    with suppress(dist.DistError):  # those that are there are returned
+    with suppress(RuntimeError):  # a timeout; that of a TCPStore is a DistError. Those that are there are returned
         store.wait(keys, timedelta(seconds=timeout))
     return [store.get(key).decode() if store.check([key]) else None for key in keys]
 
@@ -133,41 +136,96 @@ def data_parallel(model: nn.Module) -> list[DistributedDataParallel]:
 
 
 @contextmanager
-def on_this_rank_alone(model: nn.Module, wrappers: Sequence[DistributedDataParallel] = ()) -> Iterator[None]:
-    """In the block, forwards and backwards of a model do not wait for other ranks; gradients are those of this rank.
+def on_this_rank_alone() -> Iterator[None]:
+    """In the block, forwards and backwards do not wait for other ranks; gradients are those of this rank.
 
-    A model whose forward itself exchanges values (see `exchanges_in_forward`) runs as it is: every rank must run it.
+    DistributedDataParallel, SyncBatchNorm, ``combine_ddp`` and `Reducer` exchange nothing in the block, wherever they
+    are: a step may call a wrapper that its model does not contain. Other collectives run as they are, such as those
+    of ``fully_shard`` (see `exchanges_in_forward`) and of the caller's own code: every rank must call them.
 
-    Args:
-        model: the model, wrapped or not.
-        wrappers: DistributedDataParallel around it, as `data_parallel` returns them.
+    Sync: none.
     """
-    if this_rank() is None or exchanges_in_forward(model):
+    if this_rank() is None or is_alone():
         yield
         return
-    found = dict.fromkeys([*wrappers, *data_parallel(model)])
-    sync_buffers = {each: each.require_forward_param_sync for each in found}
-    with ExitStack() as stack:
-        for each in found:
-            stack.enter_context(each.no_sync())
-            each.require_forward_param_sync = False  # no_sync leaves the broadcast of buffers to the next forward
-        try:
-            yield
-        finally:
-            for each, value in sync_buffers.items():
-                each.require_forward_param_sync = value
+    alone = _Alone()
+    handles = (
+        register_module_forward_pre_hook(alone.before_forward),
+        register_module_forward_hook(alone.after_forward, always_call=True),  # also after a forward that raises
+    )
+    _blocks.append(alone)
+    try:
+        yield
+    finally:
+        _blocks.remove(alone)
+        for each in handles:
+            each.remove()
+
+
+def is_alone() -> bool:
+    """Return whether a block of `on_this_rank_alone` runs in this process. Sync: none."""
+    return bool(_blocks)
+
+
+def averages_gradients(wrapper: DistributedDataParallel) -> bool:
+    """Return whether a forward that runs now is not under ``no_sync``, apart from `on_this_rank_alone`. Sync: none."""
+    kept = [each.before[wrapper] for each in _blocks if wrapper in each.before]
+    return bool(kept[0]["require_backward_grad_sync"] if kept else wrapper.require_backward_grad_sync)
+
+
+class _Alone:
+    """Lets each forward of a module that exchanges values run without the other ranks.
+
+    Both kinds of module decide in the forward whether their backward exchanges values, too.
+
+    Attributes:
+        before: the settings of each module whose forward runs.
+    """
+
+    def __init__(self) -> None:
+        self.before: dict[nn.Module, dict[str, Any]] = {}
+
+    def before_forward(self, module: nn.Module, _args: object) -> None:
+        alone = _settings_alone(module)
+        if alone:
+            self.before[module] = {name: getattr(module, name) for name in alone}
+            _set(module, alone)
+
+    def after_forward(self, module: nn.Module, _args: object, _output: object) -> None:
+        _set(module, self.before.pop(module, {}))
+
+
+def _settings_alone(module: nn.Module) -> dict[str, Any]:
+    """Return the attributes with which the forward of a module exchanges nothing; {} if it does not anyway."""
+    if isinstance(module, DistributedDataParallel):
+        return {"require_backward_grad_sync": False, "require_forward_param_sync": False}
+    if _is_a(module, "SyncBatchNorm"):
+        return {"process_group": dist.GroupMember.NON_GROUP_MEMBER}  # so it normalizes with its own batch
+    return {}
+
+
+def _set(module: nn.Module, values: Mapping[str, Any]) -> None:
+    for name, value in values.items():
+        setattr(module, name, value)
 
 
 def exchanges_in_forward(model: nn.Module) -> str:
-    """Return the module whose forward waits for the other ranks, such as a SyncBatchNorm, in words; "" for none."""
+    """Return the module whose forward needs the other ranks, one of FSDP, in words; "" for none."""
     if this_rank() is None:
         return ""
     for name, module in model.named_modules():
-        # By name: torch and amplab have a SyncBatchNorm each, and importing FSDP takes long
-        kinds = {kind.__name__ for kind in type(module).__mro__}
-        if kinds & {"SyncBatchNorm", "FSDPModule", "FullyShardedDataParallel"}:
+        if _is_a(module, "FSDPModule", "FullyShardedDataParallel"):
             return f"{name or 'the model'}, a {type(module).__name__},"
     return ""
+
+
+def _is_a(module: nn.Module, *names: str) -> bool:
+    """By name: torch and amplab have a SyncBatchNorm each, and importing FSDP takes long."""
+    return any(kind.__name__ in names for kind in type(module).__mro__)
+
+
+_blocks: list[_Alone] = []
+"""The blocks of `on_this_rank_alone` that run now. Not by thread: autograd runs backwards on threads of its own."""
 
 
 def _store() -> Any:

@@ -67,7 +67,7 @@ def sync_batch_norm_on_cpu(module: nn.SyncBatchNorm, inputs: Tensor) -> Tensor:
     distributed = dist.is_available() and dist.is_initialized()
     if not (inputs.device.type == "cpu" and module.training and distributed):
         return _torch_forward(module, inputs)
-    if dist.get_world_size(module.process_group) == 1:
+    if dist.get_world_size(module.process_group) <= 1:  # -1 outside of the group
         return nn.modules.batchnorm._BatchNorm.forward(module, inputs)
     if inputs.dim() < 2:
         raise ValueError(f"SyncBatchNorm got {inputs.dim()}D input: expected at least 2D, channels in dimension 1.")

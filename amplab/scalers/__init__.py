@@ -12,7 +12,6 @@ on the device, for every `RecurrentRule`; `HostScale` computes on the host and c
 
 from amplab.scalers.combined_unscaler import CombinedUnscaler
 from amplab.scalers.device_scale import DeviceScale, HostScale, RecurrentScale, device_scale
-from amplab.scalers.fast_replay import ScalePath, overflow_limits, scale_path, steps_lost
 from amplab.scalers.flat_gradients import BrokenView, FlatGradients, ViewBreak, check_combined_tensors
 from amplab.scalers.floored_rule import floored
 from amplab.scalers.master_weights import MasterPair, MasterWeights
@@ -26,7 +25,8 @@ from amplab.scalers.published_rules import (
     LossScaleAtMinimumError,
     MegatronScale,
 )
-from amplab.scalers.replay import Replay, ReplayStep, Verdict, overflow_verdict, replay
+from amplab.scalers.recorded_overflows import Verdict, overflow_limits, overflow_verdict
+from amplab.scalers.replay import Replay, ReplayStep, replay
 from amplab.scalers.rules import (
     APEX_DYNAMIC,
     TORCH_DYNAMIC,
@@ -38,6 +38,7 @@ from amplab.scalers.rules import (
     ScaleState,
     StaticScale,
 )
+from amplab.scalers.scale_path import ScalePath, scale_path, steps_lost
 from amplab.scalers.unscaler import FlatGrads, Unscaler, inverse_scale, is_sharded, local_shard, strided_grad
 
 __all__ = [

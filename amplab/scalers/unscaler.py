@@ -142,8 +142,8 @@ class Unscaler:
         groups: dict[torch.device, list[Tensor]] = {}
         for param in {id(param): param for param in params}.values():
             groups.setdefault(param.device, []).append(param)
-        self._params = params
         self._by_device = {device: (group, ParameterList(group)) for device, group in groups.items()}
+        self._params = params  # last: an interrupt before it groups again
 
 
 def strided_grad(param: Tensor) -> Tensor:

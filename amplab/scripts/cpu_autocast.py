@@ -38,7 +38,7 @@ def redirect_autocast(redirection: Redirection) -> None:
             vars(self)[REGION] = _region(self.fast_dtype, enabled=self._enabled, cache_enabled=self._cache_enabled)
 
     @functools.wraps(own_enter)
-    def enter(self: torch.autocast) -> Any:
+    def __enter__(self: torch.autocast) -> Any:  # its name tells `policies.casting.torch_regions` what enters
         region = vars(self).get(REGION)
         if region is None:
             return own_enter(self)  # type: ignore[no-untyped-call]
@@ -60,7 +60,7 @@ def redirect_autocast(redirection: Redirection) -> None:
         return result
 
     redirection.replace(owner, "__init__", init)
-    redirection.replace(owner, "__enter__", enter)
+    redirection.replace(owner, "__enter__", __enter__)
     redirection.replace(owner, "__exit__", leave)
     redirection.adapt(autocast, "__init__", _on_cpu)
     # When checkpoint recomputes CPU tensors, it restores the autocast of this device.

@@ -17,6 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from amplab.scalers import is_sharded
+
 __all__ = [
     "accepts",
     "check_gradients_on",
@@ -57,11 +59,12 @@ def check_model(model: Any, *, compiled: bool = False, values: bool = False) -> 
     Args:
         model: what was given.
         compiled: whether it may be compiled, because its ops are not recorded.
-        values: whether its values are measured; a model on the meta device has none.
+        values: whether its values are measured; a model on the meta device has none, one of shards not all.
 
     Raises:
         TypeError: it is not a module.
-        ValueError: it or a part of it is compiled, scripted, lazy, has inference tensors, or is on the meta device.
+        ValueError: it or a part of it is compiled, scripted, lazy, has inference tensors, or is on the meta device. It
+            is sharded and its values are measured.
     """
     if isinstance(model, type) and issubclass(model, nn.Module):
         raise TypeError(f"model={model.__name__} is a class: expected an instance; call it, {model.__name__}(...).")
@@ -77,7 +80,18 @@ def check_model(model: Any, *, compiled: bool = False, values: bool = False) -> 
             raise ValueError(f"{path or type(module).__name__} {fault}")
     if values:
         check_values(f"model={type(model).__name__}", [*model.parameters(), *model.buffers()])
+        _refuse_shards(model)
     return model
+
+
+def _refuse_shards(model: nn.Module) -> None:
+    for name, each in model.named_parameters():
+        if is_sharded(each):
+            raise ValueError(
+                f"{name} is sharded over several ranks, so this rank does not have its values: expected the model "
+                "before fully_shard, in one process, with the weights of a checkpoint. amplab.xray without stats takes "
+                "a sharded model; call it on every rank."
+            )
 
 
 def check_values(name: str, tensors: Sequence[Tensor]) -> None:

@@ -20,10 +20,9 @@ import torch
 
 from amplab.display.drawings import exponent_drawing, range_edges
 from amplab.display.html import Markup, markup, name
-from amplab.display.numbers import percent, power
+from amplab.display.numbers import count, percent, power
 from amplab.display.table import Card, Cell, Column, Table
 from amplab.formats import FLOAT16, ExponentHistogram, FloatFormat
-from amplab.parallel.ranks import on_this_rank_alone
 from amplab.policies import disable_casts
 from amplab.trace.argument_checks import check_gradients_on, check_loss_scale
 from amplab.trace.handed_step import Loss, Models, as_model, handed_step, shows_calls
@@ -117,6 +116,16 @@ class GradientRange:
         return (
             f"{self.format.name} loses {percent(self.lost_unscaled)} at scale 1 and {percent(self.lost)} at scale "
             f"{power(self.loss_scale)}; the largest scale that fits is {power(self.largest_fit)}: {room}."
+            f"{self._all_zero()}"
+        )
+
+    def _all_zero(self) -> str:
+        """Say how many parameters have no gradient but zeros; their elements are in none of the shares."""
+        zero = sum(histogram.total > 0 and histogram.zeros == histogram.total for _, histogram in self.layers)
+        return (
+            f" The gradients of {zero} of {count(len(self.layers), 'parameter')} are all 0 and not counted."
+            if zero
+            else ""
         )
 
     def __repr__(self) -> str:
@@ -171,8 +180,9 @@ def gradient_range(
     step: Loss | None = None,
     loss_scale: float = 2.0**16,
 ) -> GradientRange:
-    """Run one step without casts and return what float16 would lose of its gradients.
+    """Run one step without casts and return what float16 would lose of the gradients of the parameters.
 
+    The gradients between layers, which backward computes first, are not counted, although they are often smaller.
     The model is restored as by `amplab.xray`. Its weights keep their dtype; with float32 weights the result includes
     all losses. An `amp` session or autocast region around the call does not cast here.
 
@@ -195,8 +205,7 @@ def gradient_range(
     model = as_model(model, compiled=True, values=True)
     handed = handed_step("gradient_range", model, batch, loss=loss, step=step)
     device = next((parameter.device.type for parameter in model.parameters()), "cpu")
-    alone = on_this_rank_alone(model)
-    with untouched(model) as gradients, alone, disable_casts(), torch.autocast(device, enabled=False):
+    with untouched(model) as gradients, disable_casts(), torch.autocast(device, enabled=False):
         value = handed()
         gradients.park_leaves_of(value)
         run_backward(value, model)
@@ -207,10 +216,11 @@ def gradient_range(
 
 
 def _cells(row: dict[str, Any], scaled: ExponentHistogram, fmt: FloatFormat) -> tuple[str, ...]:
+    if scaled.span is None or row["largest_fit"] is None:  # no share of nothing
+        return row["name"], _elements(row), "all 0" if scaled.zeros == scaled.total else "–", "–", "–", "–", "–"
     shares = [_share(row[key]) for key in ("lost_unscaled", "lost", "overflowed")]
-    fit = "–" if row["largest_fit"] is None else power(row["largest_fit"])
-    span = "–" if scaled.span is None else f"2^{scaled.span[0]}..2^{scaled.span[1]}"
-    return row["name"], _elements(row), Cell(span, exponent_drawing(scaled, fmt)), *shares, fit
+    span = Cell(f"2^{scaled.span[0]}..2^{scaled.span[1]}", exponent_drawing(scaled, fmt))
+    return row["name"], _elements(row), span, *shares, power(row["largest_fit"])
 
 
 def _elements(row: dict[str, Any]) -> str:
@@ -230,7 +240,8 @@ def _legend(fmt: FloatFormat) -> Markup:
     lost, normal, top = range_edges(fmt)
     said = (
         "Each bar is one power of two; its height is the logarithm of the count. The shaded range is what "
-        f"{fmt.name} represents: subnormal from 2^{lost}, normal from 2^{normal}, inf from 2^{top}."
+        f"{fmt.name} represents: subnormal from 2^{lost}, normal from 2^{normal}, inf from 2^{top}. The shares are of "
+        "the non-zero gradients of the parameters; those between layers are smaller and not counted."
     )
     return Markup(f'<p class="faint">{markup(said)} <span class="bad">Red</span> bars are lost.</p>')
 

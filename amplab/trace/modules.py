@@ -5,7 +5,7 @@ twice has the path under which `named_modules` finds it first.
 """
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Literal
 
 from torch import nn
@@ -49,22 +49,21 @@ class ModuleStack:
     @contextmanager
     def following(self) -> Iterator[None]:
         """Follow the model while the block runs, and remove every hook at its end, also after an exception."""
-        handles = []
-        try:
+        with ExitStack() as undo:
+            undo.callback(self._forget)
             for module in self._paths:
                 # Run first and last, so that the ops of other hooks count as ops of the module.
                 if module._forward_pre_hooks:
-                    handles.append(module.register_forward_pre_hook(self._begin))
+                    undo.callback(module.register_forward_pre_hook(self._begin).remove)
                 if module._forward_hooks:
-                    handles.append(module.register_forward_hook(self._end, prepend=True))
-                handles.append(module.register_forward_pre_hook(self._enter, prepend=True))
-                handles.append(module.register_forward_hook(self._leave, always_call=True))
+                    undo.callback(module.register_forward_hook(self._end, prepend=True).remove)
+                undo.callback(module.register_forward_pre_hook(self._enter, prepend=True).remove)
+                undo.callback(module.register_forward_hook(self._leave, always_call=True).remove)
             yield
-        finally:
-            for handle in handles:
-                handle.remove()
-            self._running.clear()
-            self.path, self.stage, self.depth = "", "", 0
+
+    def _forget(self) -> None:
+        self._running.clear()
+        self.path, self.stage, self.depth = "", "", 0
 
     def _enter(self, module: nn.Module, *_: object) -> None:
         self._running.append((module, self.path, self.stage))

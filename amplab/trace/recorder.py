@@ -11,7 +11,7 @@ torch._C._autograd._get_sequence_nr, torch._C._current_autograd_node.
 
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -158,13 +158,15 @@ class Recorder:
         """
         self._first_number = _next_sequence_number()
         self._accumulates = cpu_half_mode() == "fp32_accumulate"
-        with ExitStack() as block:
-            block.enter_context(cpu_half("native"))
-            self._explanation = block.enter_context(explaining())
-            block.enter_context(self._modules.following())
-            if self._kept:
-                block.enter_context(self._kept.following(self._keeper, self._weight_casts))
-            block.enter_context(_Ops(self._record))
+        kept = self._kept.following(self._keeper, self._weight_casts) if self._kept else nullcontext()
+        # No ExitStack: only scopes that a `with` statement enters end after an interrupt of their exit.
+        with (
+            cpu_half("native"),
+            explaining() as self._explanation,
+            self._modules.following(),
+            kept,
+            _Ops(self._record),
+        ):
             yield
 
     def _record(self, overload: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

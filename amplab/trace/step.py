@@ -10,7 +10,6 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import CheckpointError
 
-from amplab.parallel.ranks import on_this_rank_alone
 from amplab.trace.argument_checks import check_loss, check_step
 from amplab.trace.engines import clear_cast_caches, compiled_functions_eagerly
 from amplab.trace.kept_tensors import KeptTensors
@@ -82,7 +81,7 @@ def record_step(
     Sync: none.
     """
     recorder = Recorder(model, observer, kept)
-    with untouched(model) as gradients, on_this_rank_alone(model), casting, compiled_functions_eagerly():
+    with untouched(model) as gradients, casting, compiled_functions_eagerly():
         clear_cast_caches()
         try:
             _run(recorder, model, gradients, step, loss_scale)

@@ -20,7 +20,9 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.utils._python_dispatch import _disable_current_modes
 
+from amplab.parallel.ranks import on_this_rank_alone
 from amplab.trace.random_states import random_states_kept, restorers
 
 __all__ = ["ParkedGradients", "nodes_behind", "unchanged_optimizers", "untouched"]
@@ -79,7 +81,8 @@ def untouched(model: nn.Module) -> Iterator[ParkedGradients]:
     """Run a block on `model` and restore everything that it changed, also after an exception.
 
     Yields the gradients set aside, to which the block adds leaves outside the model. Holds one copy of the model's
-    parameters and buffers while the block runs.
+    parameters and buffers while the block runs. Of several ranks this one waits for no other: they may run the model
+    more often, or not at all, see `on_this_rank_alone`.
 
     Sync: none.
     """
@@ -93,6 +96,7 @@ def untouched(model: nn.Module) -> Iterator[ParkedGradients]:
                 undo.callback(state.restore)
             devices = {copy.tensor.device for state in states for copy in state.copies}
         undo.enter_context(random_states_kept(devices))
+        undo.enter_context(on_this_rank_alone())
         undo.enter_context(unchanged_optimizers())
         yield gradients
 
@@ -175,7 +179,7 @@ def unchanged_optimizers() -> Iterator[None]:
     def remember(optimizer: Optimizer, *_arguments: object) -> None:
         if get_ident() == thread and id(optimizer) not in seen:
             # These copies are not ops of the step, so they are neither cast nor recorded.
-            with torch._C.DisableTorchFunction(), torch._C._DisableTorchDispatch():
+            with torch._C.DisableTorchFunction(), _disable_current_modes():
                 seen[id(optimizer)] = _OptimizerState.of(optimizer)
 
     hook = register_optimizer_step_pre_hook(remember)

@@ -235,7 +235,7 @@ def _code_line(record: OpRecord) -> Markup:
 
 def _columns(cells: Iterable[str]) -> str:
     kinds = ("", "", *[' class="right"'] * 3)
-    return "".join(f"<span{kind}>{markup(cell)}</span>" for kind, cell in zip(kinds, cells, strict=True))
+    return " ".join(f"<span{kind}>{markup(cell)}</span>" for kind, cell in zip(kinds, cells, strict=True))
 
 
 def _runs(records: Iterable[OpRecord]) -> list[_Run]:

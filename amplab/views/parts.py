@@ -14,13 +14,28 @@ import numpy as np
 import traitlets
 
 from amplab.lab import History
+from amplab.lab.log_events import is_number
 from amplab.views.assets import WEB, module, stylesheet
 from amplab.views.live_payload import change_marks, frame_rows
 
-__all__ = ["Controls", "Gallery", "LiveView", "Message", "Notices", "Panels", "TakeAway", "StatusLine", "close_inside"]
+__all__ = [
+    "Controls",
+    "MOST_PAGES",
+    "Gallery",
+    "LiveView",
+    "Message",
+    "Notices",
+    "Panels",
+    "TakeAway",
+    "StatusLine",
+    "close_inside",
+]
 
 Message = dict[str, Any]
 """A message of the page, decoded from JSON."""
+
+MOST_PAGES = 64
+"""Pages that a view remembers: one that is killed does not say that it closes."""
 
 
 class Part(anywidget.AnyWidget):
@@ -28,7 +43,13 @@ class Part(anywidget.AnyWidget):
 
     def __init__(self, listener: Callable[[Message], None], **traits: object) -> None:
         super().__init__(**traits)
-        self.on_msg(lambda _widget, content, _buffers: listener(content))
+        self._hear = listener
+        self.on_msg(lambda _widget, content, _buffers: self._receive(content))
+
+    def _receive(self, content: object) -> None:
+        """Pass on a message; what is none is ignored, as the page of another version could send it."""
+        if isinstance(content, dict) and isinstance(content.get("type"), str):
+            self._hear(content)
 
     def __repr__(self) -> str:
         """Return the name alone, which is the same in every kernel."""
@@ -78,7 +99,7 @@ class LiveView(Part):
     selected = traitlets.Int(None, allow_none=True).tag(sync=True)
 
     def __init__(self, on_open: Callable[[], None], listener: Callable[[Message], None] = lambda _: None) -> None:
-        self._pages: set[str] = set()
+        self._pages: dict[str, None] = {}  # in the order of opening
         self._ranges: dict[str, Message] = {}  # by page
         self._sent: dict[str, tuple[object, ...]] = {}  # the run and the steps that a page has
         self._overlaid: object = None  # the version of the overlays that every page has
@@ -91,19 +112,32 @@ class LiveView(Part):
         return bool(self._pages)
 
     def _on_page(self, message: Message) -> None:
-        if message["type"] == "hello":
-            self._pages.add(message["view"])
-            self._overlaid = None
-            self._on_open()
-        elif message["type"] == "bye":
-            self._pages.discard(message["view"])
-            self._ranges = {view: wanted for view, wanted in self._ranges.items() if view != message["view"]}
-        elif message["type"] == "range":
-            self._ranges = {**self._ranges, message["view"]: message}
-            self._sent.pop(message["view"], None)
-            self._on_open()
-        else:
-            self._listener(message)
+        match message:
+            case {"type": "hello", "view": str(view)}:
+                self._see(view)
+                self._overlaid = None
+                self._on_open()
+            case {"type": "bye", "view": str(view)}:
+                self._forget(view)
+            case {"type": "range", "view": str(view)} if _is_range(message):
+                self._see(view)
+                self._ranges = {**self._ranges, view: message}
+                self._sent.pop(view, None)
+                self._on_open()
+            case {"type": "select", "step": int() | None}:
+                self._listener(message)
+
+    def _see(self, view: str) -> None:
+        """Count a page as open, and the one that was heard of longest ago as closed if there are too many."""
+        self._pages.pop(view, None)
+        self._pages[view] = None
+        if len(self._pages) > MOST_PAGES:
+            self._forget(next(iter(self._pages)))
+
+    def _forget(self, view: str) -> None:
+        self._pages.pop(view, None)
+        self._ranges = {each: wanted for each, wanted in self._ranges.items() if each != view}
+        self._sent.pop(view, None)
 
     def draw(self, history: History, summary: dict[str, object]) -> None:
         """Draw the whole run, and for each page that shows a part of it, its steps.
@@ -145,6 +179,13 @@ class LiveView(Part):
     def _send_rows(self, rows: np.ndarray, **content: object) -> None:
         """Send float64 `(rows, 4)`, see `live_payload`."""
         self.send(content, buffers=[np.ascontiguousarray(rows).data])
+
+
+def _is_range(message: Message) -> bool:
+    """Return whether a message names a part of a run in numbers, or none."""
+    if "last" in message:
+        return is_number(message["last"]) and message["last"] >= 1
+    return message.get("low") is None or (is_number(message["low"]) and is_number(message.get("high")))
 
 
 class Panels(Part):

@@ -38,6 +38,17 @@ RUN_CODE = """async (code) => {
   return texts.join("");
 }"""
 
+# JupyterLab scrolls once more after Run All, some 70 ms late; 15 frames without a move are longer than that.
+SHOW = """async (element) => {
+  for (let still = 0, last = NaN; still < 15; ) {
+    element.scrollIntoView({ block: "start" });
+    await new Promise(requestAnimationFrame);
+    const { top } = element.getBoundingClientRect();
+    still = top === last ? still + 1 : 0;
+    last = top;
+  }
+}"""
+
 
 def chromium_path() -> str | None:
     """Return the browser to use: $AMPLAB_CHROMIUM, else the first Chromium or Chrome on the path, else None."""
@@ -130,7 +141,7 @@ class LabPage:
         """Scroll the dashboard to the top and return it."""
         dashboard = self.page.locator(".amp-dashboard").last
         dashboard.wait_for()
-        dashboard.evaluate("element => element.scrollIntoView({ block: 'start' })")
+        dashboard.evaluate(SHOW)
         return dashboard
 
     def close(self) -> None:

@@ -80,7 +80,9 @@ def test_the_lab_opens_by_itself_and_the_run_survives_run_all_a_reload_and_the_k
     again.wait_for_state("paused")
     expect(again.root.locator(".amp-notice")).to_have_count(0)
     lesson.wait_until_idle()
-    assert again.step == int(lesson.execute(STEP_OF_THE_KERNEL))
+    last_step = int(lesson.execute(STEP_OF_THE_KERNEL))
+    again.wait_for_step(last_step)
+    assert again.step == last_step
     assert (NOTEBOOKS / "00_the_lab.ipynb").read_bytes() != (lesson.server.root / "00_the_lab.ipynb").read_bytes()
     kill_the_kernel_and_continue(lesson, again)
 

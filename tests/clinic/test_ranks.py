@@ -124,6 +124,22 @@ def averaged_now_and_then(rank: int, folder: Path) -> list[str]:
     return watched(rank, folder, model, optimizer)
 
 
+def averaged_after_the_update(rank: int, folder: Path, *, in_batches: bool) -> list[str]:
+    """Local SGD by hand: each step is over, and then the weights become equal. States are due after the last step."""
+    model, batches = mlp(), data(rank)[:4]
+    optimizer, scaler = torch.optim.SGD(model.parameters(), lr=0.01), GradScaler("cpu", init_scale=256.0)
+    with watch(model, optimizer, scaler=scaler, log=folder) as w:
+        for batch in w.batches(batches) if in_batches else batches:
+            optimizer.zero_grad()
+            scaler.scale(w.loss(model(batch).square().mean())).backward()
+            scaler.step(optimizer)
+            scaler.update()
+            for parameter in model.parameters():
+                torch.distributed.all_reduce(parameter.data.div_(torch.distributed.get_world_size()))
+    assert not w.failures, w.failures
+    return texts_of(w.findings())
+
+
 class TwoHeads(nn.Module):
     """One of two heads by the rank, as a data-dependent branch chooses it."""
 
@@ -204,6 +220,9 @@ EXAMINED = {
 
 def every_case(rank: int, folder: Path) -> dict[tuple[str, bool], list[str]]:
     told = {("local SGD", False): averaged_now_and_then(rank, folder / "local")}
+    for in_batches in (True, False):
+        by_hand = f"by hand {in_batches}"
+        told[by_hand, False] = averaged_after_the_update(rank, folder / by_hand, in_batches=in_batches)
     loaded = "weights loaded"
     told |= {(loaded, b): weights_loaded_on_one_rank(rank, folder / f"{loaded}-{b}", broken=b) for b in (True, False)}
     told |= {
@@ -277,6 +296,11 @@ def test_the_first_step_and_the_rank_that_differ_are_named(trained):
 def test_weights_that_are_averaged_now_and_then_are_no_finding(trained):
     assert [told["local SGD", False] for told in trained[1]] == [[], []]
     assert not load_run(next((trained[0] / "local").iterdir())).findings().harmful
+    for by_hand in ("by hand True", "by hand False"):
+        assert [told[by_hand, False] for told in trained[1]] == [[], []]
+        run = load_run(next((trained[0] / by_hand).iterdir()))
+        assert not run.findings().harmful
+        assert [each.step for each in run.ranks[0].states] == [0, 1, 3]
     assert [told["weights loaded", False] for told in trained[1]] == [[], []]
 
 

@@ -195,3 +195,17 @@ def test_a_page_without_style_sheets_gets_a_picture() -> None:
     sheet = html.split("</style>")[0]
     assert ".drawn { display: block !important; }" in sheet
     assert ".still { display: none; }" in sheet
+
+
+@pytest.mark.parametrize(
+    ("values", "ticks"),
+    [
+        ([0.0, 60520.0], ["0", "10,000", "20,000", "30,000", "40,000", "50,000", "60,000"]),
+        ([3.311, 3.325], ["3.312", "3.314", "3.316", "3.318", "3.32", "3.322", "3.324"]),
+    ],
+)
+def test_ticks_are_written_out_and_tell_each_other_apart(values: list[float], ticks: list[str]) -> None:
+    drawn = line_chart({"a": values}, x=[0, 12287], y_label="total").drawing
+    numbers = re.findall(r">([\d,.]+)</text>", drawn)
+    assert numbers[-3:] == ["0", "6,143", "12,287"]
+    assert numbers[:-3] == ticks

@@ -1,5 +1,6 @@
 """Staircases of a loss scale, and the small line of a loss."""
 
+import base64
 import math
 import re
 
@@ -27,6 +28,15 @@ def test_curves_that_are_the_same_are_drawn_once_and_all_named():
     assert len(heights(drawn)) == 3
     assert "recorded" in outline(drawn).words
     assert "a, b" in outline(drawn).words
+
+
+def test_a_page_without_svg_shows_a_picture_with_the_names():
+    drawn = scale_drawing({"recorded": [2.0, 4.0], "a": [1.0, 1.0]})
+    without_svg = re.sub(r'<div class="drawn".*?</div>', "", drawn)
+    picture = base64.b64decode(re.search(r"base64,([^\"]*)", without_svg)[1]).decode()
+    assert outline(without_svg).words == ""
+    assert ">recorded<" in picture
+    assert ">a<" in picture
 
 
 def test_names_are_escaped_and_scales_that_are_none_left_out():

@@ -3,7 +3,7 @@
 import pytest
 
 from amplab.display.numbers import number, size
-from amplab.display.text import WIDTH, fitted, labelled, wrapped
+from amplab.display.text import WIDTH, fitted, labelled, visible, wrapped
 
 
 def test_a_table_that_fits_is_left_alone():
@@ -57,3 +57,25 @@ def test_a_word_that_fits_is_not_broken():
     (*_, row) = fitted(lines, right={0}, cut={2})
     ends = [line[85:].strip() for line in row]
     assert ends == ["lower_", "precision_fp l…"]
+
+
+CONTROLS = ["\x1b[2J", "\x9b31m", "\x07", "\x00", "\r", "\u202egnp.exe", "\u2066", "\u200f", "\u2028", "\x7f", "\ud800"]
+
+
+@pytest.mark.parametrize("control", CONTROLS)
+def test_no_control_character_reaches_a_terminal(control):
+    shown = (
+        visible(f"a{control}b"),
+        wrapped(f"a {control} b " * 30),
+        labelled("seen", f"a{control}b"),
+        *(line for row in fitted([["op", "why"], [f"x{control}", f"y{control} " * 40]]) for line in row),
+    )
+    for text in shown:
+        assert control[0] not in text
+        assert text.encode()
+        assert control[0].encode("unicode_escape").decode() in text or text.startswith("op")
+
+
+def test_letters_of_any_script_stay():
+    text = "naïve Σ 数值 العربية 👩‍🔬\n\tindented"
+    assert visible(text) == text

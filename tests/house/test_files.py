@@ -20,6 +20,7 @@ TOP = {
         "LICENSE",
         "pyproject.toml",
         "constraints.txt",
+        "requirements-hashes.txt",
         "environment.yml",
     ),
     *(".gitignore", ".gitattributes", ".ci", ".git"),

@@ -110,3 +110,38 @@ def test_a_translation_gets_code_and_outputs_and_keeps_its_markdown(built: Path,
     assert [cell.source for cell in new.cells[:2]] == ["# 半精度", "More"]
     assert new.cells[2:] == lesson.cells[2:]
     assert read(path) == lesson
+
+
+ACTS = "total = globals().get('total', 0) + 1; print(total)"
+ASKS = "answer = ...\nprint('Right.' if answer == 2 else 'Not yet')"
+
+
+def with_solutions(*solutions: str) -> Any:
+    """Return a notebook with two cells, one of which acts again, and an exercise before each solution."""
+    cells = [nbformat.v4.new_code_cell(ACTS, id="acts"), nbformat.v4.new_code_cell("print(1)", id="prints")]
+    for number, solution in enumerate(solutions, 1):
+        cells += [nbformat.v4.new_code_cell(ASKS, id=f"exercise-{number}")]
+        cells += [nbformat.v4.new_markdown_cell(f"<details>{solution}</details>", id=f"solution-{number}")]
+    for cell, said in zip(cells[:3] + cells[4::2], ("1\n", "1\n", "Not yet\n", "Not yet\n"), strict=True):
+        cell.outputs, cell.execution_count = [nbformat.v4.new_output("stream", name="stdout", text=said)], 1
+    return nbformat.v4.new_notebook(cells=cells)
+
+
+def test_cells_that_act_again_and_solutions_that_are_wrong_are_found(tmp_path: Path) -> None:
+    path = tmp_path / "93_a_lesson.ipynb"
+    nbformat.write(with_solutions("`answer = 2`", "```python\nanswer = 3\n```"), path)
+    twice, wrong = tool.again(path)
+    assert twice.startswith("cell acts: run again, the outputs differ")
+    assert "-1\n    +2" in twice
+    assert wrong.startswith("cell exercise-2: the check does not accept the solution")
+
+
+def test_a_solution_is_put_before_the_check() -> None:
+    notebook = with_solutions("It is 2.", "`answer = 2`, or\n```python\nanswer = 3\n```")
+    first, second = notebook.cells[2], notebook.cells[4]
+    with pytest.raises(ValueError, match="exercise-1"):
+        tool.solution_of(notebook, first)
+    assert tool.solution_of(notebook, second) == "answer = 2"
+    assert tool.solved("import os\nanswer = ...\ncheck(answer)", "answer = 2") == (
+        "import os\nanswer = ...\nanswer = 2\ncheck(answer)"
+    )

@@ -59,8 +59,8 @@ def prose_faults(translated: Notebook) -> Iterator[str]:
 
 
 def code_blocks(text: str) -> list[str]:
-    """Return the fenced blocks of a markdown text."""
-    return re.findall(r"^```.*?^```", text, re.MULTILINE | re.DOTALL)
+    """Return the fenced blocks of a markdown text, and the answers in its lines."""
+    return re.findall(r"^```.*?^```|`answer = [^`]*`", text, re.MULTILINE | re.DOTALL)
 
 
 def solution_faults(translated: Notebook, english: Notebook) -> Iterator[str]:
@@ -165,6 +165,7 @@ def test_a_difference_beside_the_prose_is_found(change: Callable[[Notebook], Non
     ("source", "said"),
     [
         ("任务\n```python\nx = 2\n```\n<details></details>", "its code"),
+        ("任务\n```python\nx = 1\n```\n<details></details>`answer = 2`", "its code"),
         ("任务\n```python\nx = 1\n```\n<details>", "folded"),
     ],
 )

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from amplab.kernels import ParameterList, TensorTable, unscale_
+from amplab.trace.dispatch_mode import DispatchMode
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 HALF = torch.tensor([0.5])
@@ -149,3 +150,24 @@ def test_gradients_that_share_memory_are_left_to_the_operator_that_names_them(bu
 def test_what_is_no_list_of_tensors_is_refused(tensors, words):
     with pytest.raises(TypeError, match=words):
         TensorTable(tensors)
+
+
+class Seen(DispatchMode):
+    """A dispatch mode of somebody else."""
+
+    def __init__(self):
+        super().__init__()
+        self.ops = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.ops.append(str(func))
+        return func(*args, **(kwargs or {}))
+
+
+def test_a_dispatch_mode_does_not_see_a_table_that_is_collected(built):
+    table = TensorTable([torch.ones(4)])
+    table.unscale_(torch.zeros(1), HALF)
+    with Seen() as seen:
+        del table
+        gc.collect()
+    assert seen.ops == []

@@ -3,6 +3,7 @@
 import math
 import threading
 import time
+import tracemalloc
 from dataclasses import fields, replace
 
 import numpy as np
@@ -10,8 +11,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from amplab.formats import ExponentHistogram
 from amplab.lab import COLUMNS, History, StepRecord
-from amplab.lab.history import BLOCK, BlockExtremes, extreme_rows, thin
+from amplab.lab.events import GradientSample, MixedScales
+from amplab.lab.growing_columns import MOST_IN_MEMORY
+from amplab.lab.history import BLOCK, MOST_MIXED, MOST_SAMPLES, BlockExtremes, extreme_rows, thin
 
 FIRST = StepRecord(0, 2.3, 65536.0, 65536.0, False, None, "O1", None, 0.01, None)
 
@@ -152,10 +156,17 @@ def test_block_extremes_grow_with_the_column(values, pieces):
     column = np.array(values * 3)
     blocks = BlockExtremes()
     for end in sorted({len(column) * piece // pieces for piece in range(1, pieces + 1)} - {0}):
-        rows = blocks.rows(column[:end])
+        blocks.extend(column[blocks.seen : end])
+        rows = blocks.rows()
     for start in range(0, len(column), BLOCK):
         kept = [column[row] for row in rows if start <= row < start + BLOCK]
         assert shown(kept) == shown(list(column[start : start + BLOCK]))
+
+
+def candidates(column: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    blocks = BlockExtremes()
+    blocks.extend(column)
+    return blocks.rows(), column[blocks.rows()]
 
 
 @pytest.mark.parametrize("total", [1_000, 50_000])
@@ -164,8 +175,7 @@ def test_thin_keeps_ends_marks_and_spikes_within_the_limit(total):
     loss, scale = generator.normal(size=total), np.full(total, 65536.0)
     loss[total // 3], loss[total // 2] = 1e6, math.nan
     marked = np.array([17, total // 3, total - 5])
-    candidates = [BlockExtremes().rows(column) for column in (loss, scale)]
-    rows = thin([loss, scale], candidates=candidates, marked=marked, limit=400)
+    rows = thin(total, [candidates(loss), candidates(scale)], marked=marked, limit=400)
     assert len(rows) <= 402
     assert {0, total - 1, total // 2, *marked.tolist()} <= set(rows.tolist())
     assert rows.dtype == np.int64
@@ -173,8 +183,7 @@ def test_thin_keeps_ends_marks_and_spikes_within_the_limit(total):
 
 def test_thin_spreads_marks_that_do_not_fit():
     total = 100_000
-    columns = [np.zeros(total)]
-    rows = thin(columns, candidates=[BlockExtremes().rows(columns[0])], marked=np.arange(total), limit=500)
+    rows = thin(total, [candidates(np.zeros(total))], marked=np.arange(total), limit=500)
     assert len(rows) <= 502
     assert np.diff(rows).max() <= 2 * total / 250  # somewhere in every pixel's worth of steps
 
@@ -213,3 +222,66 @@ def test_a_zoomed_range_costs_as_much_in_a_long_run_as_in_a_short_one():
     for low in range(0, 90_000, 1_000):
         assert len(history.thinned(["loss", "loss_scale", "injected"], 800, low, low + 499)["step"]) == 500
     assert (time.perf_counter() - began) / 90 < 0.01
+
+
+def sample(step: int) -> GradientSample:
+    return GradientSample(step, 1.0, ExponentHistogram(np.array([step]), 0, 0, 0, 0, step))
+
+
+def test_of_many_histograms_some_are_kept_from_the_whole_run_and_the_last_one():
+    history = History()
+    for step in range(10_000):
+        history.keep(sample(step))
+        kept = [each.step for each in history.gradient_samples] if step % 97 == 0 or step > 9_990 else [0, step]
+        assert (kept[0], kept[-1]) == (0, step)
+        assert len(kept) <= MOST_SAMPLES + 1
+    assert set(np.diff(kept[:-1])) == {16}, "evenly spread"
+    assert len(kept) >= MOST_SAMPLES // 2
+
+
+def test_of_many_steps_with_several_scales_the_last_ones_are_kept():
+    history = History()
+    for step in range(2 * MOST_MIXED):
+        history.keep_scales(MixedScales(step, (1.0, 2.0)))
+    assert [each.step for each in history.mixed_scales] == list(range(MOST_MIXED, 2 * MOST_MIXED))
+
+
+def rows(count: int) -> dict[str, list]:
+    losses = [None if step % 3 == 1 else math.nan if step % 3 == 2 else 1.0 for step in range(count)]
+    one = {name: [getattr(FIRST, name)] * count for name in COLUMNS}
+    return one | {"step": list(range(count)), "loss": losses, "skipped": [step % 1000 == 9 for step in range(count)]}
+
+
+def test_a_run_longer_than_what_memory_holds_loses_nothing():
+    """Half a million steps: the rows of the file and those of memory, single and together."""
+    count = 2 * MOST_IN_MEMORY
+    history = History()
+    tracemalloc.start()
+    try:
+        history.extend(rows(count))
+        kept, _ = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert kept < 80 * MOST_IN_MEMORY, "bytes"
+    assert history.column("step").tolist() == list(range(count))
+    assert history.skipped_steps() == list(range(9, count, 1000))
+    assert history.skip_count == len(history.skips()) == len(history.skip_groups())
+    assert history.missing_losses() == set(range(1, count, 3))
+    for row in (0, 1, count // 4, count // 2, count - 1, -count):
+        found, step = history.record(row), row % count
+        assert (found.step, math.isnan(found.loss), found.skipped) == (step, step % 3 != 0, step % 1000 == 9)
+    zoomed = history.thinned(["loss"], 800, 1000, 1499)
+    assert zoomed["step"].tolist() == list(range(1000, 1500))
+    assert len(history.thinned(["loss"], 800)["step"]) < 2000
+
+
+def test_the_steps_without_a_loss_from_some_row_on():
+    history = History()
+    history.extend(rows(10))
+    assert [history.missing_losses(start) for start in (0, 5, -1, -3)] == [{1, 4, 7}, {7}, set(), {7}]
+    history.extend({name: column[7:8] for name, column in rows(10).items()} | {"step": [10]})
+    assert history.missing_losses(-1) == {10}
+    history.forget_losses()
+    assert history.missing_losses(-4) == {7, 8, 9, 10}
+    history.append(record(11, loss=math.nan))
+    assert history.missing_losses() == set(range(11))

@@ -17,13 +17,14 @@ from amplab import GradScaler, amp, autocast, first_nonfinite, gradient_range, w
 from amplab.lab import ExperimentConfig, Run, Trainer, load_run
 from amplab.lab.rank_exchange import RankExchange
 from amplab.lab.run_log import FLUSH_SECONDS
-from amplab.parallel import convert_syncbn_model
+from amplab.parallel import DistributedDataParallel, convert_syncbn_model
 from amplab.parallel.ranks import this_rank
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "parallel"))
 from ranks import rank_outcomes, run_ranks
 
 STEPS, BAD_STEP = 6, 3
+NAMES = ["wrapped", "inner", "synchronized", "O2"]
 
 
 def net() -> nn.Module:
@@ -81,18 +82,20 @@ def with_session(rank: int, folder: Path) -> list[list[float]]:
     return [param.float().tolist() for param in model.parameters()]
 
 
-def with_synchronized_batchnorm(rank: int, folder: Path) -> str:
-    """Train on a batch that overflows; return why the step was not explained."""
+def with_synchronized_batchnorm(rank: int, folder: Path) -> list[list[float]]:
+    """Train with statistics of all ranks: the batch of rank 1 that overflows makes the losses of both NaN."""
     model = convert_syncbn_model(net())
+    parallel = DistributedDataParallel(model)
     optimizer, scaler = torch.optim.SGD(model.parameters(), lr=0.01), GradScaler("cpu", init_scale=1024.0)
-    step = autocast("cpu", dtype=torch.float16)(lambda batch: model(batch).float().square().mean())
-    with warnings.catch_warnings(), watch(model, optimizer, scaler=scaler, step=step, log=folder) as w:
-        warnings.simplefilter("ignore", RuntimeWarning)
-        for batch in w.batches([torch.full((4, 8), 1e6)]):
+    step = autocast("cpu", dtype=torch.float16)(lambda batch: parallel(batch).float().square().mean())
+    with watch(parallel, optimizer, scaler=scaler, step=step, log=folder) as w:
+        for batch in w.batches(batches(rank)):
+            optimizer.zero_grad()
             scaler.scale(w.loss(step(batch))).backward()
             scaler.step(optimizer)
             scaler.update()
-    return w.failures[0]
+    assert not w.failures, w.failures
+    return [param.tolist() for param in model.parameters()]
 
 
 def with_shards(rank: int, folder: Path) -> str:
@@ -113,6 +116,7 @@ def with_shards(rank: int, folder: Path) -> str:
             scaler.update()
     assert w.history.skipped_steps() == [BAD_STEP]
     assert {each.name for each in w.findings().harmful} <= {"nonfinite-loss"}, str(w.findings())
+    assert "The loss of rank 1 was NaN." in w.findings().named("step-not-explained")[0].symptom
     return w.history.explanations[BAD_STEP].sentence
 
 
@@ -136,14 +140,13 @@ def tools_of_one_rank(rank: int) -> None:
 
 def several_runs(rank: int, folder: Path) -> list[list[list[float]]]:
     tools_of_one_rank(rank)
-    failure = with_synchronized_batchnorm(rank, folder / "synchronized")
-    assert "SyncBatchNorm, exchanges values with the other ranks in its forward" in failure
     why = with_shards(rank, folder / "sharded")
     assert "a FSDPSequential, exchanges values with the other ranks in its forward" in why
     assert why.endswith(f"The loss of rank {rank} was {'NaN' if rank else 'finite'}."), why
     return [
         with_scaler(rank, folder / "wrapped", True),
         with_scaler(rank, folder / "inner", False),
+        with_synchronized_batchnorm(rank, folder / "synchronized"),
         with_session(rank, folder / "O2"),
     ]
 
@@ -153,7 +156,7 @@ def opened(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Run]:
     folder = tmp_path_factory.mktemp("ranks")
     first, second = run_ranks(several_runs, folder)
     assert first == second  # the weights of every rank are the same bits
-    return {name: load_run(next((folder / name).iterdir())) for name in ("wrapped", "inner", "O2", "sharded")}
+    return {name: load_run(next((folder / name).iterdir())) for name in (*NAMES, "sharded")}
 
 
 @pytest.mark.parametrize("name", ["wrapped", "inner", "O2"])
@@ -165,7 +168,7 @@ def test_the_joined_run_says_what_a_watch_says(opened, name):
     assert any(each.symptom.startswith("On rank 1: ") for each in found), str(found)
 
 
-@pytest.mark.parametrize("name", ["wrapped", "inner", "O2"])
+@pytest.mark.parametrize("name", NAMES)
 def test_every_rank_skips_what_one_of_them_overflows(opened, name):
     run = opened[name]
     assert [each.history.skipped_steps() for each in run.ranks] == [[BAD_STEP], [BAD_STEP]]
@@ -173,7 +176,13 @@ def test_every_rank_skips_what_one_of_them_overflows(opened, name):
 
 
 @pytest.mark.parametrize(
-    ("name", "module", "op"), [("wrapped", "module.0", "cast"), ("inner", "0", "cast"), ("O2", "module", "cast")]
+    ("name", "module", "op"),
+    [
+        ("wrapped", "module.0", "cast"),
+        ("inner", "0", "cast"),
+        ("synchronized", "module.0", "cast"),
+        ("O2", "module", "cast"),
+    ],
 )
 def test_the_run_says_which_rank_module_and_tensor_overflowed(opened, name, module, op):
     run = opened[name]
@@ -194,6 +203,9 @@ def test_a_sharded_step_that_cannot_run_again_on_one_rank_says_so_and_names_the_
     assert run.history.explanations[BAD_STEP].sentence.endswith("The loss of rank 1 was NaN.")
     (note,) = run.findings().named("step-not-explained")
     assert "on its own rank" in note.cause
+    assert note.evidence["rank"] == 1
+    (bad,) = run.findings().named("nonfinite-loss")
+    assert "first_nonfinite" not in bad.remedy == note.remedy
 
 
 def dies_in_its_loop(rank: int, folder: Path) -> None:

@@ -182,7 +182,7 @@ def test_cut_anywhere_in_the_last_line_it_loads_and_says_so(path, tmp_path):
 @pytest.mark.parametrize(
     ("content", "sentence"),
     [
-        (b"", "empty file; expected a run log of amplab"),
+        (b"", "is killed at its start; expected a run log of amplab"),
         (b"step,loss\n0,2.3\n", "no run log; expected a run log of amplab"),
         (b"\x89PNG\r\n\x1a\n\xff\xfe", "no run log"),
         (b'{"cells": []}\n', "no run log"),

@@ -88,3 +88,32 @@ def test_a_session_takes_each_scale_out_before_it_accumulates():
         found += [each.name for each in w.findings()]
     assert torch.equal(*gradients)
     assert "accumulation-across-scales" not in found
+
+
+@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize("scaler_type", [torch.amp.GradScaler, amplab.GradScaler])
+def test_a_scale_set_by_hand_is_no_skip(scaler_type, fused):
+    """Steps 1 and 4 overflow; the loop sets a lower scale itself, in place of the update and besides it."""
+    torch.manual_seed(0)
+    model = nn.Linear(16, 4)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, fused=fused)
+    other = torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=0.1)
+    scaler = scaler_type("cpu", init_scale=1024.0)
+    with watch(model, optimizer, scaler=scaler) as w:
+        for step, (x, y) in enumerate(BATCHES[:6]):
+            optimizer.zero_grad()
+            other.zero_grad()
+            bad = float("inf") if step in (1, 4) else 1.0
+            scaler.scale(w.loss(F.cross_entropy(model(x), y) * bad)).backward()
+            scaler.step(optimizer)
+            if step == 5:  # overflows with an optimizer that is not the watched one
+                scaler.scale(other.param_groups[0]["params"][0] * float("inf")).backward()
+                scaler.step(other)
+            if step in (2, 4):
+                scaler.update(scaler.get_scale() / 8)
+            else:
+                scaler.update()
+            if step == 0:
+                scaler.update(512.0)
+    assert [record.skipped for record in w.history.records()] == [step in (1, 4) for step in range(6)]
+    assert len(w.history) == 6

@@ -116,9 +116,13 @@ OF_VALUES = ("large squares", "underflow")
 @pytest.mark.parametrize("kind", [torch.amp.GradScaler, amplab.GradScaler])
 @pytest.mark.parametrize("name", FAULTS)
 def test_a_fault_that_stays_finite_is_found_and_its_twin_has_none(name, kind):
-    found = Loop(name, broken=True, kind=kind).run().findings()
-    assert found[0].name == FAULTS[name], str(found)
-    assert found[0].severity in ("error", "warning")
+    if (name, kind) == ("early", amplab.GradScaler):  # amplab's scaler refuses the step itself
+        with pytest.raises(RuntimeError, match="was unscaled, and then a backward of a scaled loss has added to it"):
+            Loop(name, broken=True, kind=kind).run()
+    else:
+        found = Loop(name, broken=True, kind=kind).run().findings()
+        assert found[0].name == FAULTS[name], str(found)
+        assert found[0].severity in ("error", "warning")
     healthy = Loop(name, broken=False, kind=kind).run().findings()
     assert not healthy.harmful, str(healthy.harmful)
 

@@ -15,6 +15,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+import psutil
 import pytest
 import torch
 from jupyter_client.blocking import BlockingKernelClient
@@ -81,6 +82,20 @@ def test_impossible_port_is_said(lessons: Path, port: int) -> None:
         plan_launch(lessons / "00_the_lab.ipynb", port=port)
 
 
+@pytest.mark.parametrize("words", [["--ip=0.0.0.0"], ["--ip", "0.0.0.0"], ["--ServerApp.ip=*"], ["--ip="], ["--ip=::"]])
+def test_an_address_that_other_machines_reach_is_warned_of_in_one_sentence(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], words: list[str]
+) -> None:
+    monkeypatch.setenv("AMPLAB_LESSONS", str(tmp_path / "lessons"))
+    monkeypatch.setattr("amplab.cli.launch", lambda plan: 0)
+    assert main(["lab", "--no-browser", "--", *words]) == 0
+    (said,) = capsys.readouterr().err.splitlines()
+    assert "--ip" in said
+    for loopback in (["--ip=127.0.0.1"], ["--ip=::1"], ["--ip", "localhost"], [*words, "--ip=127.0.0.1"], ["--debug"]):
+        assert main(["lab", "--no-browser", "--", *loopback]) == 0
+        assert capsys.readouterr().err == ""
+
+
 def test_missing_jupyterlab_is_said(lessons: Path, tmp_path: Path) -> None:
     script = (
         "import sys; sys.path[:] = [path for path in sys.path if 'site-packages' not in path]\n"
@@ -102,7 +117,15 @@ def test_the_users_settings_take_precedence() -> None:
     assert environment["JUPYTER_PREFER_ENV_PATH"] == "1"
 
 
-def fetch(url: str, content: bytes | None = None, *, patience: float = 20.0) -> str:
+def addresses_that_listen(port: int) -> set[str]:
+    """Return the addresses on which the server behind `port` and its kernels listen."""
+    listening = [each for each in psutil.net_connections("tcp") if each.status == psutil.CONN_LISTEN]
+    server = next(psutil.Process(each.pid) for each in listening if each.laddr.port == port)
+    family = {server.pid, *(child.pid for child in server.children(recursive=True))}
+    return {each.laddr.ip for each in listening if each.pid in family}
+
+
+def fetch(url: str | urllib.request.Request, content: bytes | None = None, *, patience: float = 20.0) -> str:
     """Return a page, or the answer to content; JupyterLab prints its address a moment before it listens there."""
     deadline = time.monotonic() + patience
     while True:
@@ -154,6 +177,12 @@ def test_real_server_keeps_its_token_and_asks_no_questions(tmp_path: Path) -> No
         assert "jupyter-config-data" in fetch(address)
         with pytest.raises(urllib.error.HTTPError, match="403"):
             fetch(f"{server}/api/contents")
+        with pytest.raises(urllib.error.HTTPError, match="403"):
+            fetch(urllib.request.Request(f"{server}/api/contents?token={token}", headers={"Host": "attacker.example"}))
+        for outside in ("..", "%2e%2e", "..%2f..%2fetc", "../pyproject.toml", ".hidden"):
+            with pytest.raises(urllib.error.HTTPError, match=r"40\d"):
+                fetch(f"{server}/api/contents/{outside}?token={token}")
+        assert addresses_that_listen(int(server.rpartition(":")[2])) == {"127.0.0.1"}
         served = json.loads(fetch(f"{server}/api/contents?token={token}"))["content"]
         settings = fetch(f"{server}/lab/api/settings/@jupyterlab/apputils-extension:notification?token={token}")
     lessons = {path.name for path in (ROOT / "notebooks").glob("*.ipynb")} | {"zh"}  # the translations
@@ -190,6 +219,7 @@ def run_in_kernel(connection: Path, code: str) -> str:
     client = BlockingKernelClient(connection_file=str(connection))
     client.load_connection_file()
     client.start_channels()
+    client.hb_channel.time_to_dead = 60.0  # on a busy machine a kernel may be silent for longer than a second
     printed = []
     try:
         client.wait_for_ready(timeout=60)

@@ -1,12 +1,14 @@
 """Checks of exercises: verdicts on answers, and the file of the progress."""
 
 import json
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
 
 import pytest
 from course import unheard
 
-from amplab.lessons.exercises import NOT_ANSWERED, exercise
+from amplab.lessons.exercises import NOT_ANSWERED, Exercise, exercise
 from amplab.lessons.progress import PROGRESS, read_progress, record_right
 
 
@@ -41,7 +43,8 @@ def test_an_open_answer_is_not_wrong(answer: object) -> None:
 
 
 def test_an_answer_that_the_check_cannot_use_gets_a_verdict() -> None:
-    assert repr(check_half("0.5")).startswith("Not yet: with this answer the check raised TypeError: ")
+    assert repr(check_half("0.5")).startswith("Not yet: '0.5' is not a number")
+    assert repr(of_form(float)(0.5)).startswith("Not yet: with this answer the check raised TypeError: ")
 
 
 def test_a_check_keeps_its_name_and_docstring() -> None:
@@ -57,6 +60,37 @@ def test_a_name_in_another_form_is_refused(name: str) -> None:
 
 def test_without_a_reason_right_is_the_whole_verdict() -> None:
     assert repr(exercise("98-2")(lambda answer: None)(1)) == "Right."
+
+
+def of_form(form: object) -> Exercise:
+    """Return an exercise whose check needs an answer of a form."""
+
+    def check(answer: Any) -> str | None:
+        return f"{answer['a'] + answer[0] + answer(1) + 1 + list(answer)} is wrong"
+
+    check.__annotations__["answer"] = form
+    return exercise("98-3")(check)
+
+
+@pytest.mark.parametrize(
+    ("form", "answer", "expected"),
+    [
+        (float, "2", "'2' is not a number"),
+        (int, None, "None is not a number"),
+        (dict[str, int], [1], "[1] is not a dict"),
+        (Mapping[str, int], "a", "'a' is not a dict"),
+        (tuple[int, int], (1, 2, 3), "(1, 2, 3) is not 2 values in parentheses"),
+        (list[str], 3, "3 is not a list"),
+        (Callable[[int], int], 3, "3 is not a function"),
+        (float, 2, "the check raised TypeError"),
+        (Callable[[int], int], len, "the check raised TypeError"),
+        (str, 3, "the check raised TypeError"),
+    ],
+)
+def test_an_answer_of_another_form_is_told_the_form(form: object, answer: object, expected: str) -> None:
+    verdict = of_form(form)(answer)
+    assert not verdict.right
+    assert expected in repr(verdict)
 
 
 # ---- progress -----------------------------------------------------------------------------------

@@ -41,6 +41,7 @@ def test_check_skipped_step_wants_the_lab(answer, said: str) -> None:
     [
         (1 / 50, "Right"),
         (1 / 51, "Right"),
+        (1 / 49, "to grow once"),
         (2, "not a share"),
         (0.0005, "window of 2000"),
         (0.5, "to grow once"),

@@ -1,5 +1,7 @@
 """Lesson 1: the checks say what is wrong."""
 
+import math
+
 import pytest
 
 from amplab.lessons import lesson_01
@@ -40,7 +42,14 @@ def test_check_formats_with_eps(answer, said: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("answer", "said"), [(4 / 32, "Right"), (4, "divide it by 32"), (0.25, "count inf and nan"), (..., NOT_ANSWERED)]
+    ("answer", "said"),
+    [
+        (4 / 32, "Right"),
+        (4, "divide it by 32"),
+        (0.25, "count inf and nan"),
+        (math.nan, "it is not nan"),
+        (..., NOT_ANSWERED),
+    ],
 )
 def test_check_reserved_share(answer, said: str) -> None:
     verdict = lesson_01.check_reserved_share(answer)

@@ -21,6 +21,13 @@ def scaled(model, optimizer, loss, scale, *, factor=1.0):
     optimizer.step()
 
 
+def divides_by_1024(model, optimizer, loss, scale):
+    (loss * scale).backward()
+    for parameter in model.parameters():
+        parameter.grad /= 1024
+    optimizer.step()
+
+
 def forgets_to_unscale(_model, optimizer, loss, scale):
     (loss * scale).backward()
     optimizer.step()
@@ -98,6 +105,7 @@ def test_check_sum(answer, said: str) -> None:
         (forgets_to_scale, "too little"),
         (forgets_the_step, "optimizer.step()"),
         (lambda *step: scaled(*step, factor=3.0), "0.33 times"),
+        (divides_by_1024, "wrong for 4,096"),
         (lambda: None, "TypeError"),
         (3, "not a function"),
         (..., NOT_ANSWERED),

@@ -97,6 +97,7 @@ def test_three_overrides_make_o3_the_same_as_o2() -> None:
     assert check_o3_as_o2({"keep_batchnorm_fp32": True, "master_weights": True, "loss_scale": "dynamic"}).right
     assert "loss_scale is 1.0" in repr(check_o3_as_o2({"keep_batchnorm_fp32": True, "master_weights": True}))
     assert "keep_batchnorm_fp32 is False" in repr(check_o3_as_o2({"master_weights": True}))
+    assert "'O2' is not a dict" in repr(check_o3_as_o2("O2"))  # type: ignore[arg-type]
     assert "raised" in repr(check_o3_as_o2({"patch_torch_functions": True}))
 
 
@@ -104,6 +105,7 @@ def test_one_override_mends_the_run_with_a_small_learning_rate() -> None:
     assert check_one_override({"master_weights": True}).right
     assert "too few" in repr(check_one_override({"loss_scale": "dynamic"}))
     assert "exactly one" in repr(check_one_override({"master_weights": True, "loss_scale": 128.0}))
+    assert "True is not a dict" in repr(check_one_override(True))  # type: ignore[arg-type]
     assert "no property" in repr(check_one_override({"lr": 0.1}))
     assert "another level" in repr(check_one_override({"cast_model_type": torch.float32}))
 

@@ -59,15 +59,22 @@ def test_the_dtypes_of_an_answer_are_compared_with_those_of_real_ops() -> None:
 def test_a_rule_for_matmul_leaves_the_other_ops_alone() -> None:
     assert check_float32_rule(PrecisionPolicy(op_rules={"matmul": torch.float32})).right
     assert "matmul is still lower_precision_fp" in repr(check_float32_rule(PrecisionPolicy()))
-    both = {"matmul": torch.float32, "linear": torch.float32}
-    assert "linear has changed too" in repr(check_float32_rule(PrecisionPolicy(op_rules=both)))
+    rule = {"matmul": torch.float32}
+    for more in ("linear", "bmm"):
+        both = PrecisionPolicy(op_rules={**rule, more: torch.float32})
+        assert f"{more} has changed too, to float32" in repr(check_float32_rule(both))
+    in_bfloat16 = PrecisionPolicy(compute_dtype=torch.bfloat16, op_rules=rule)
+    assert "has changed too, to bfloat16" in repr(check_float32_rule(in_bfloat16))
+    modules = PrecisionPolicy(op_rules=rule, module_rules={"*": torch.float32})
+    assert "also has rules for modules" in repr(check_float32_rule(modules))
     assert "not a policy" in repr(check_float32_rule({"matmul": torch.float32}))  # type: ignore[arg-type]
 
 
 def test_a_pattern_saves_the_run_and_leaves_most_weights_half() -> None:
     assert check_saving_rule("*.attention").right
     assert "which module computes exp" in repr(check_saving_rule("output"))
-    assert "name fewer modules" in repr(check_saving_rule("block?"))
+    assert "name fewer modules" in repr(check_saving_rule("*"))
+    assert "has the letters 'block'" in repr(check_saving_rule("block?.attention"))
     assert "not a pattern" in repr(check_saving_rule(["*.attention"]))  # type: ignore[arg-type]
     assert "matches no module" in repr(check_saving_rule("attention"))
 

@@ -41,6 +41,17 @@ def unscaled_twice(inputs, outputs, found_inf, inv_scale):
         output.copy_(source.float() * inv_scale * 2)
 
 
+def only_the_last(inputs, outputs, found_inf, inv_scale):
+    unchecked(inputs, outputs, found_inf, inv_scale)
+    found_inf.fill_(float(not outputs[-1].isfinite().all()))
+
+
+def only_inf(inputs, outputs, found_inf, inv_scale):
+    unchecked(inputs, outputs, found_inf, inv_scale)
+    if any(output.isinf().any() for output in outputs):
+        found_inf.fill_(1.0)
+
+
 def nothing(inputs, outputs, found_inf, inv_scale):
     pass
 
@@ -65,11 +76,16 @@ def test_the_solution_is_right(check, answer):
         (lesson.check_schema, SCHEMA.replace("(a!)", ""), "outputs is only read"),
         (lesson.check_schema, SCHEMA.replace("Tensor[]", "Tensor(c!)[]"), "inputs is written"),
         (lesson.check_schema, SCHEMA.replace("inv_scale", "scale"), "expected inputs"),
+        (lesson.check_schema, SCHEMA.replace("Tensor inv", "float inv"), "inv_scale is float now"),
+        (lesson.check_schema, SCHEMA.replace("[] inputs", " inputs"), "inputs is Tensor now"),
+        (lesson.check_schema, SCHEMA.replace("b!", "a!"), "the same letter"),
         (lesson.check_schema, SCHEMA.replace("()", "Tensor"), "returns nothing"),
         (lesson.check_unscale_copy, ..., "Not answered"),
         (lesson.check_unscale_copy, 3, "cannot be called"),
         (lesson.check_unscale_copy, rounded_to_half, "rounded to half"),
         (lesson.check_unscale_copy, unchecked, "found_inf is 0"),
+        (lesson.check_unscale_copy, only_the_last, "found_inf is 0"),
+        (lesson.check_unscale_copy, only_inf, "[[1.0, nan]]"),
         (lesson.check_unscale_copy, in_place, "changes the inputs"),
         (lesson.check_unscale_copy, nothing, "did not change"),
         (lesson.check_unscale_copy, unscaled_twice, "expected"),

@@ -45,6 +45,15 @@ def too_low(session, loss, optimizer):
     optimizer.step()
 
 
+def normalizes(session, loss, optimizer):
+    """Make the norm 1 also where it is below 1."""
+    with session.scale_loss(loss, optimizer) as scaled_loss:
+        scaled_loss.backward()
+    for master in session.master_params(optimizer):
+        master.grad /= master.grad.norm()
+    optimizer.step()
+
+
 def step_inside(session, loss, optimizer):
     with session.scale_loss(loss, optimizer) as scaled_loss:
         scaled_loss.backward()
@@ -83,6 +92,7 @@ def test_the_solution_is_right(check, answer):
         (lesson.check_clipped_step, clip_nothing, "gradients of norm 8"),
         (lesson.check_clipped_step, no_step, "did not change"),
         (lesson.check_clipped_step, too_low, "norm 0.25; expected 1"),
+        (lesson.check_clipped_step, normalizes, "norm 0.5, which is below the limit, became 1"),
         (lesson.check_clipped_step, step_inside, "raised RuntimeError"),
     ],
 )

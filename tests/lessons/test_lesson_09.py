@@ -12,17 +12,26 @@ from amplab.lessons.lesson_09 import judged
 REAL, FAKE, GENERATOR = lesson_09.LOSSES
 
 
-def generator_step(*, freeze: bool = True, step: bool = True, loss_id: int = 2) -> Any:
+def generator_step(
+    *,
+    zero: bool = True,
+    freeze: bool = True,
+    melt: bool = True,
+    step: bool = True,
+    loss_id: int = 2,
+    target: float = 1.0,
+) -> Any:
     """Return the solution of exercise 3, or one of its mistakes."""
 
     def run(discriminator: Any, generator: Any, optimizer: Any, noise: Any, scale_loss: Any) -> None:
-        optimizer.zero_grad()
+        if zero:
+            optimizer.zero_grad()
         discriminator.requires_grad_(not freeze)
-        with scale_loss(judged(discriminator(generator(noise)), 1.0), optimizer, loss_id=loss_id) as scaled_loss:
+        with scale_loss(judged(discriminator(generator(noise)), target), optimizer, loss_id=loss_id) as scaled_loss:
             scaled_loss.backward()
         if step:
             optimizer.step()
-        discriminator.requires_grad_(True)
+        discriminator.requires_grad_(melt)
 
     return run
 
@@ -108,7 +117,10 @@ def test_check_num_losses(answer: Any, said: str) -> None:
         (..., "Not answered yet"),
         (generator_step(freeze=False), "still has gradients"),
         (generator_step(step=False), "did not change"),
+        (generator_step(zero=False), "of an earlier step"),
+        (generator_step(melt=False), "would never learn again"),
         (generator_step(loss_id=0), "loss_id=2"),
+        (generator_step(target=0.0), "takes for real"),
         (lambda _model: None, "the check raised TypeError"),
     ],
 )

@@ -1,5 +1,6 @@
 """Accumulation in all its ways, and the checks of lesson 10."""
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -12,7 +13,7 @@ from amplab.lessons import lesson_10
 EACH, DELAYED, ZEROED = lesson_10.WAYS
 
 
-def accumulation(divisor: int = 8, delayed: int = 7, batches: int = 8) -> Callable[..., None]:
+def accumulation(divisor: float = 8, delayed: int = 7, batches: int = 8, *, step: bool = False) -> Callable[..., None]:
     """Return the solution of exercise 1, or one of its mistakes."""
 
     def accumulate(model: Any, optimizer: Any, pairs: Any, scale_loss: Any) -> None:
@@ -20,8 +21,17 @@ def accumulation(divisor: int = 8, delayed: int = 7, batches: int = 8) -> Callab
             loss = F.cross_entropy(model(images), labels) / divisor
             with scale_loss(loss, optimizer, delay_unscale=place <= delayed) as scaled_loss:
                 scaled_loss.backward()
+        if step:
+            optimizer.step()
 
     return accumulate
+
+
+def whole_batch(model, optimizer, pairs, scale_loss):
+    """One backward of all images, which accumulates nothing."""
+    images, labels = (torch.cat(each) for each in zip(*pairs, strict=True))
+    with scale_loss(F.cross_entropy(model(images), labels), optimizer) as scaled_loss:
+        scaled_loss.backward()
 
 
 @pytest.mark.parametrize("level", ["O1", "O2"])
@@ -63,9 +73,12 @@ def test_the_explorer_draws_every_choice() -> None:
         (accumulation(), "Right"),
         (..., "Not answered yet"),
         (accumulation(divisor=1), "8.0 times as large"),
+        (accumulation(divisor=math.nan), "differ from those of the whole batch"),
+        (accumulation(step=True), "without optimizer.step()"),
         (accumulation(delayed=0), "unscaled 8 times"),
         (accumulation(delayed=8), "no gradient was unscaled"),
         (accumulation(delayed=5, batches=6), "use all eight micro-batches"),
+        (whole_batch, "entered 1 times, expected 8"),
         (lambda _model: None, "the check raised TypeError"),
     ],
 )

@@ -74,6 +74,13 @@ class UncastBatch(Batch):
         return self
 
 
+class LeftBehind(Batch):
+    """Moves the images alone."""
+
+    def to(self, target: Any) -> "LeftBehind":
+        return LeftBehind(self.images.to(target), self.labels)
+
+
 class LostBatch(Batch):
     """Returns nothing."""
 
@@ -136,6 +143,7 @@ def test_check_function(answer: Any, said: str) -> None:
         (CarelessBatch, "label 2049 is now 2048"),
         (ChangedBatch, "changed the batch itself"),
         (UncastBatch, "the images arrive in torch.float32"),
+        (LeftBehind, "has to move the images and the labels"),
         (LostBatch, "it has to return a batch"),
     ],
 )

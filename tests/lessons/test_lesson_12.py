@@ -28,6 +28,23 @@ def train_step(model: nn.Module, batch: Any, optimizer: torch.optim.Optimizer, s
     scaler.update()
 
 
+def changed_step(*, autocast_on: bool = True, zero_grad: bool = True, max_norm: float = 1.0) -> Callable[..., None]:
+    """Return the solution of exercise 2 with a mistake that gives no error."""
+
+    def step(model: nn.Module, batch: Any, optimizer: torch.optim.Optimizer, scaler: GradScaler) -> None:
+        with autocast("cpu", dtype=torch.float16, enabled=autocast_on):
+            loss = F.cross_entropy(model(batch.images), batch.labels)
+        if zero_grad:
+            optimizer.zero_grad()
+        scaler.scale(loss).backward()
+        scaler.unscale_(optimizer)
+        clip_grad_norm_(model.parameters(), max_norm)
+        scaler.step(optimizer)
+        scaler.update()
+
+    return step
+
+
 def without_unscale(model: nn.Module, batch: Any, optimizer: torch.optim.Optimizer, scaler: GradScaler) -> None:
     with autocast("cpu", dtype=torch.float16):
         loss = F.cross_entropy(model(batch.images), batch.labels)
@@ -42,16 +59,6 @@ def without_scaler(model: nn.Module, batch: Any, optimizer: torch.optim.Optimize
     optimizer.zero_grad()
     F.cross_entropy(model(batch.images), batch.labels).backward()
     optimizer.step()
-
-
-def without_clipping(model: nn.Module, batch: Any, optimizer: torch.optim.Optimizer, scaler: GradScaler) -> None:
-    with autocast("cpu", dtype=torch.float16):
-        loss = F.cross_entropy(model(batch.images) * 8, batch.labels)
-    optimizer.zero_grad()
-    scaler.scale(loss).backward()
-    scaler.unscale_(optimizer)
-    scaler.step(optimizer)
-    scaler.update()
 
 
 def test_a_model_is_the_same_for_the_same_seed_and_draws_no_random_numbers() -> None:
@@ -115,10 +122,15 @@ def test_check_order(answer: Any, said: str) -> None:
     ("answer", "said"),
     [
         (train_step, "Right"),
+        (changed_step(), "Right"),
+        (changed_step(autocast_on=False), "inside autocast"),
+        (changed_step(zero_grad=False), "set to zero before backward"),
+        (changed_step(max_norm=2.0), "to a norm of 1.0"),
+        (changed_step(max_norm=math.nan), "the weights differ by nan"),
         (..., "Not answered yet"),
         (without_unscale, "unscale_ is missing"),
         (without_scaler, "scaler.scale was called 0 times"),
-        (without_clipping, "clip to a norm of 1.0"),
+        (changed_step(max_norm=math.inf), "clipped to a norm of 1.0"),
         (lambda _model: None, "the check raised TypeError"),
     ],
 )
@@ -132,6 +144,7 @@ def test_check_train_step(answer: Callable[..., object], said: str) -> None:
         ({"scale": 32768.0, "_growth_tracker": 12}, "Right"),
         ({"scale": 32768.0}, "_growth_tracker"),
         ({"_growth_tracker": 12}, "expected 32768"),
+        ({"scale": 32768.0, "_growth_tracker": 12, "growth_interval": 12}, "growth_interval is 12, expected 2000"),
     ],
 )
 def test_check_loaded_scale(changes: dict[str, Any], said: str) -> None:

@@ -69,6 +69,8 @@ def test_solutions_are_right(check, answer):
         (lesson.check_thread, 1, "not a function"),
         (lesson.check_thread, lambda model, images: None, "returns None"),
         (lesson.check_thread, lambda model, images: model(images), "torch.float32"),
+        (lesson.check_thread, lambda model, images: model(images).half(), "only the result is half"),
+        (lesson.check_thread, lambda model, images: images.half(), "does not call the model"),
         (lesson.check_thread, lambda model, images: model.half()(images.half()), "dtype of the weights"),
     ],
 )

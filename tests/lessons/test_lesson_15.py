@@ -1,8 +1,15 @@
 """The checks of lesson 15 accept the solutions, and say what is wrong with other answers."""
 
+import inspect
+import re
+import textwrap
+
 import pytest
 import torch
+from torch import nn
 
+import amplab
+from amplab import amp
 from amplab.lessons import lesson_15 as lesson
 
 REMEDIES = {"bfloat16", "eps=1e-4", "attention in float32"}
@@ -65,3 +72,52 @@ def test_checks_leave_the_random_numbers_alone():
     torch.manual_seed(3)
     lesson.check_smallest_eps(2.0**-24)
     assert torch.equal(torch.rand(2), expected)
+
+
+FAULTY = re.compile(r"^( *)scaled = memory .*$", re.MULTILINE)
+
+
+@pytest.fixture(scope="module")
+def printed() -> list[str]:
+    """The remedies that the doctor prints for the translator, each as code to paste."""
+    model, optimizer = lesson.translator(lesson.Attention)
+    amp.initialize(model, optimizer, opt_level="O1", verbosity=0)
+    (batch,) = lesson.batches(1)
+    remedy = amplab.doctor(model, step=lambda: lesson.loss_of(model, batch), optimizer=optimizer)[0].remedy
+    amp.reset()
+    return re.split(r"^# or.*\n", remedy, flags=re.MULTILINE)
+
+
+def pasted(line: str) -> type[nn.Module]:
+    """Return the attention with other code in place of the faulty line."""
+    source = textwrap.dedent(inspect.getsource(lesson.Attention.forward))
+    found = FAULTY.search(source)
+    assert found is not None
+    names = {**vars(lesson), "amp": amp}
+    exec(FAULTY.sub(textwrap.indent(line.rstrip(), found[1]), source), names)
+    return type("Mended", (lesson.Attention,), {"forward": names["forward"]})
+
+
+def gradient_is_finite(model: nn.Module, optimizer: torch.optim.Optimizer) -> bool:
+    with amp.scale_loss(lesson.loss_of(model, *lesson.batches(1)), optimizer) as scaled_loss:
+        scaled_loss.backward()
+    return all(bool(each.grad.isfinite().all()) for each in model.parameters() if each.grad is not None)
+
+
+def test_a_printed_line_mends_the_attention(printed: list[str]) -> None:
+    assert len(printed) == 3
+    original = FAULTY.search(textwrap.dedent(inspect.getsource(lesson.Attention.forward)))
+    assert original is not None
+    for line, mends in ((original[0].strip(), False), (printed[0], True), (printed[1], True)):
+        model, optimizer = lesson.translator(pasted(line))
+        amp.initialize(model, optimizer, opt_level="O1", verbosity=0)
+        assert gradient_is_finite(model, optimizer) is mends
+        amp.reset()
+
+
+def test_the_printed_policy_mends_the_attention(printed: list[str]) -> None:
+    model, optimizer = lesson.translator(lesson.Attention)
+    names = {"amplab": amplab, "amp": amp, "model": model, "optimizer": optimizer}
+    exec(printed[2], names)
+    assert gradient_is_finite(names["model"], names["optimizer"])
+    amp.reset()

@@ -49,8 +49,10 @@ def test_a_diagnosis_that_is_no_diagnosis():
     assert "no diagnosis of the list" in str(lesson.check_1("it is broken"))
 
 
-def test_a_note_is_not_the_diagnosis():
-    assert "another finding does more harm" in str(lesson.check_6("gradients underflow"))
+def test_gradients_that_underflow_at_a_dynamic_scale_are_no_finding():
+    assert "looks for 'gradients underflow' in this run and does not find it" in str(
+        lesson.check_6("gradients underflow")
+    )
 
 
 def test_what_the_run_alone_looks_like_is_not_the_diagnosis():

@@ -306,6 +306,13 @@ def ddp_around(rank):
     return message_of(lambda: DistributedDataParallel(model)(batch_of(0, rank)))
 
 
+def a_complex_parameter(rank):
+    model = nn.Linear(8, 4, dtype=torch.complex64)
+    session = amp.Session()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    return message_of(lambda: session.initialize(model, optimizer, opt_level="O0", verbosity=0, **COMBINED))
+
+
 def a_sparse_gradient(rank):
     model = nn.Embedding(8, 4, sparse=True)
     session = amp.Session()
@@ -334,6 +341,7 @@ CHECKS = {
             parameters_frozen_on_one_rank,
             a_backward_outside_of_scale_loss,
             ddp_around,
+            a_complex_parameter,
             a_sparse_gradient,
         )
     },
@@ -412,6 +420,7 @@ def test_a_backward_that_raises_changes_nothing(found):
         ("models_that_differ", r"RuntimeError: The models differ .*1\.weight of shape \(4, 4\).*rank 1 has .*\(5, 4\)"),
         ("parameters_frozen_on_one_rank", r"RuntimeError: The gradients differ .*5\.bias .* is on rank 0 only\."),
         ("ddp_around", r"RuntimeError: DistributedDataParallel around .*combine_ddp=True"),
+        ("a_complex_parameter", r"RuntimeError: weight is torch\.complex64: combine_ddp=True"),
         ("a_sparse_gradient", r"RuntimeError: weight has a gradient of torch\.sparse_coo"),
     ],
 )

@@ -274,6 +274,8 @@ def test_gradients_in_the_buckets_of_ddp_are_counted_once(ranks):
         ({"retain_allreduce_buffers": True}, ".grad"),
         ({"allreduce_communicators": []}, "default group"),
         ({"gradient_average_split_factor": 2.0}, "gradient_predivide_factor"),
+        ({"gradient_predivide_factor": 0.0}, "> 0"),
+        ({"gradient_predivide_factor": float("nan")}, "> 0"),
     ],
 )
 def test_what_has_no_counterpart_is_refused(setting, instead):

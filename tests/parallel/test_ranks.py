@@ -62,8 +62,8 @@ def test_errors_deaths_and_hangs_come_back():
     assert (alive.value, alive.error) == (0, None)
     assert (dead.value, dead.exitcode) == (None, -signal.SIGKILL)
     start = time.monotonic()
-    done, hung = rank_outcomes(hangs, limit=2, backend=None)
-    assert time.monotonic() - start < 20
+    done, hung = rank_outcomes(hangs, limit=8, backend=None)  # a busy machine starts slowly
+    assert time.monotonic() - start < 40
     assert (done.value, hung.value, hung.exitcode) == (0, None, -signal.SIGKILL)
     assert "reached the limit" in hung.error
     assert "in hangs" in hung.output  # the stack says where

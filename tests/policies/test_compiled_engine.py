@@ -313,3 +313,19 @@ def test_where_nothing_may_be_built_it_says_so():
 def test_rules_by_op_and_simulated_formats_are_left_to_the_default_engine(policy):
     with pytest.raises(ValueError, match=r"expected a policy without rules .*; use CastingEngine"):
         CompiledEngine(PrecisionPolicy(**policy))
+
+
+def test_a_disabled_region_of_torch_autocast_inside_casts_nothing(engine):
+    x = torch.ones(2, 2)
+
+    def dtypes() -> tuple[torch.dtype, ...]:
+        return (x @ x).dtype, (x.bfloat16().exp()).dtype
+
+    with torch.autocast("cpu", enabled=False), engine.active():
+        assert dtypes() == (torch.bfloat16, torch.float32)
+        with torch.autocast("cpu", enabled=False):
+            assert dtypes() == (torch.float32, torch.bfloat16)
+            with engine.active():
+                assert dtypes() == (torch.bfloat16, torch.float32)
+            assert dtypes() == (torch.float32, torch.bfloat16)
+        assert dtypes() == (torch.bfloat16, torch.float32)

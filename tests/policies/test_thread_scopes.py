@@ -17,10 +17,7 @@ from amplab.policies import (
     apply_policy,
     casting_state,
     casts_enabled,
-    cpu_half,
-    cpu_half_mode,
     disable_casts,
-    explaining,
     module_rule_at_work,
     thread_engines,
 )
@@ -151,102 +148,3 @@ def test_a_generator_that_another_thread_closes_leaves_this_thread_at_its_next_c
     thread.start()
     thread.join()
     assert thread_engines() == ()
-
-
-class Interrupting:
-    """Raise KeyboardInterrupt before line number `at` of amplab, the first line of each call included."""
-
-    def __init__(self, at):
-        self.at, self.lines = at, 0
-
-    def __call__(self, frame, event, _arg):
-        if not frame.f_code.co_filename.startswith(PACKAGE):
-            return self if event == "call" else None
-        if event in ("line", "call"):
-            self.lines += 1
-            if self.lines == self.at:
-                sys.settrace(None)
-                raise KeyboardInterrupt
-        return self
-
-
-def interrupted(block, at):
-    watch = Interrupting(at)
-    sys.settrace(watch)
-    try:
-        block()
-    except KeyboardInterrupt as kept:
-        return watch.lines, kept
-    finally:
-        sys.settrace(None)
-    return watch.lines, None
-
-
-def with_engine(engine):
-    with engine.active():
-        X @ X
-
-
-def with_casts_disabled(engine):
-    with engine.active(), disable_casts():
-        X @ X
-
-
-def with_switches(engine):
-    with cpu_half("native"), explaining(), engine.active():
-        X @ X
-
-
-def with_region(_engine):
-    with amplab.autocast("cpu", torch.float16), amplab.autocast("cpu", enabled=False):
-        X @ X
-
-
-INNER = CastingEngine(BFLOAT16)
-
-
-def with_another_state(engine):
-    with engine.active():
-        state = casting_state()
-    with INNER.active(), state.active():
-        X @ X
-
-
-BLOCKS = (with_engine, with_casts_disabled, with_switches, with_region, with_another_state)
-
-
-@pytest.mark.parametrize("block", BLOCKS)
-def test_an_interrupt_in_any_line_ends_the_block_before_the_next_call(block):
-    engine, half_mode = CastingEngine(), cpu_half_mode()
-    block(engine)
-    for at in range(1, 4000):
-        lines, kept = interrupted(lambda: block(engine), at)
-        assert thread_engines() == (), f"after an interrupt in line {at}"
-        assert casts_enabled()
-        assert cpu_half_mode() == half_mode
-        assert dtype() is torch.float32
-        assert _get_current_function_mode_stack() == []
-        if kept is None:
-            assert lines < at
-            return
-    pytest.fail("the block has no end")
-
-
-def test_an_interrupt_in_any_line_of_disabled_casts_ends_them_before_the_next_op():
-    engine = CastingEngine()
-    engine.install()
-
-    def block():
-        with disable_casts():
-            X @ X
-
-    block()
-    try:
-        for at in range(1, 4000):
-            _, kept = interrupted(block, at)
-            assert dtype() is torch.float16, f"after an interrupt in line {at}"
-            if kept is None:
-                return
-    finally:
-        engine.uninstall()
-    pytest.fail("the block has no end")

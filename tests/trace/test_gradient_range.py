@@ -126,3 +126,11 @@ def test_text_and_html():
 def test_one_power_is_one(scale, words):
     found = gradient_range(nn.Linear(1, 1, bias=False), torch.full((1, 1), 0.5), loss_scale=scale)
     assert found.sentence.endswith(f"{words}.")
+
+
+def test_a_parameter_whose_gradients_are_all_0_has_no_shares():
+    model = nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 2))
+    found = gradient_range(model, torch.zeros(1, 4), loss=torch.sum)
+    assert "The gradients of 1 of 4 parameters are all 0" in found.sentence
+    (zero,) = (line.split() for line in str(found).splitlines() if line.startswith("0.weight"))
+    assert zero == ["0.weight", "12", "all", "0", "–", "–", "–", "–"]

@@ -13,7 +13,7 @@ from torch import nn
 from torch.compiler import is_dynamo_compiling
 from torch.utils.hooks import RemovableHandle
 
-from amplab.parallel.ranks import has_other_ranks
+from amplab.parallel.ranks import averages_gradients, has_other_ranks
 
 __all__ = ["SeenWrapper"]
 
@@ -37,4 +37,4 @@ class SeenWrapper:
             return
         wrapper = nn.parallel.DistributedDataParallel._get_active_ddp_module()  # the one whose forward is running
         # Read here and not after the backward: DDP decides in its forward, too.
-        self.averages = wrapper is None or wrapper.require_backward_grad_sync
+        self.averages = wrapper is None or averages_gradients(wrapper)

@@ -11,8 +11,8 @@ import sys
 import threading
 import warnings
 from collections.abc import Callable
-from types import TracebackType
-from typing import Any, Literal
+from types import FrameType, TracebackType
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch.compiler import is_dynamo_compiling
@@ -57,16 +57,21 @@ class autocast:
       LAPACK, run in float32 there. `amplab.cpu_half` selects how float16 products are computed there.
     * The flags of torch for ``device_type`` do not change, because setting them would enable torch's casts. Therefore
       `torch.is_autocast_enabled` returns False; use `amplab.is_autocast_enabled` and `amplab.get_autocast_dtype`. Use
-      `amplab.custom_fwd`, `custom_bwd` and `checkpoint`, which support both autocasts.
+      `amplab.custom_fwd`, `custom_bwd` and `checkpoint`, which support both autocasts. Code that disables autocast only
+      if `torch.is_autocast_enabled` is True, as transformers 5 does, has no effect: give such modules a float32 rule
+      (`amplab.policies.apply_policy`).
     * Only ops called from Python are cast. `torch.ops.*` and ops called from C++, including autograd's backward, are
       not. A tensor subclass chooses its dtypes itself.
     * The weight cache distinguishes dtypes and detects edits. The same instance may be entered twice. The body of a
       decorated generator or coroutine runs in the region. None of this holds in torch.
     * A dtype that is not floating-point is an error, and so is one that contradicts ``policy``.
     * Every device type that torch reports as unavailable disables the region with a warning, not only CUDA.
-    * A region inside or around one of `torch.autocast` does not disable it: both cast. Use only one of them.
-    * TorchScript cannot compile it. For torch.compile create the region in the function or decorate the function: an
-      instance that was created outside cannot be entered inside. It can be entered around the compiled function.
+    * A region of `torch.autocast` with ``enabled=False`` inside disables the casts for its device type until it ends or
+      a region of amplab begins. Enabled regions of both in each other both cast: use only one of them.
+    * `torch.export` is refused where a cast would be lost. `torch.jit.trace` in a region needs ``cache_enabled=False``,
+      as in torch. TorchScript cannot compile a region, and runs what it has compiled without casts.
+    * For torch.compile create the region in the function or decorate the function: an instance that was created outside
+      cannot be entered inside. It can be entered around the compiled function.
 
     Args:
         device_type: "cuda", "cpu", …: ops with a tensor on such a device are cast, others are not.
@@ -133,11 +138,15 @@ class autocast:
 
     def __enter__(self) -> "autocast":
         """Begin to cast in this thread."""
-        engine = self._engine()
-        scope = None if engine is None else engine.active()
-        _THREAD.entries.append((self, engine, scope))
-        if scope is not None:
-            scope.enter(None if is_dynamo_compiling() else sys._getframe(1))
+        return self._enter(None if is_dynamo_compiling() else sys._getframe(1))
+
+    def _enter(self, frame: FrameType | None) -> "autocast":
+        engine, entries = self._engine(), _THREAD.entries
+        while entries and entries[-1].scope.has_ended():  # its exit was interrupted
+            entries.pop()
+        scope = Scope(engine)
+        scope.enter(frame)
+        entries.append(_Entry(self, engine, scope))
         return self
 
     def __exit__(
@@ -147,15 +156,16 @@ class autocast:
         traceback: TracebackType | None,
     ) -> Literal[False]:
         """Restore the state before the last `__enter__` of this instance in this thread."""
-        entries = _THREAD.entries
-        for index in range(len(entries) - 1, -1, -1):
-            region, _, scope = entries[index]
-            if region is self:
-                del entries[index]
-                if scope is not None:
-                    scope.leave()
-                return False
-        raise RuntimeError(f"{self!r} is not active in this thread: exit a region in the thread that entered it.")
+        entry = None
+        try:
+            entry = _THREAD.innermost(self)
+            _THREAD.leave(entry)
+        except BaseException:  # an interrupt; finish anyway
+            _THREAD.leave(entry or _THREAD.innermost(self))
+            raise
+        if entry is None:
+            raise RuntimeError(f"{self!r} is not active in this thread: exit a region in the thread that entered it.")
+        return False
 
     def __call__(self, func: Callable[..., Any]) -> Callable[..., Any]:
         """Return ``func`` with its body inside the region.
@@ -184,17 +194,40 @@ class _Entered:
         self._region = region
 
     def __enter__(self) -> autocast:
-        return self._region.__enter__()
+        return self._region._enter(None if is_dynamo_compiling() else sys._getframe(1))
 
     def __exit__(self, *raised: Any) -> bool:
         return self._region.__exit__(*raised)
 
 
+class _Entry(NamedTuple):
+    region: autocast
+    engine: CastingEngine | None
+    scope: Scope
+
+
 class _AutocastThread(threading.local):
-    """The regions that are active in this thread, innermost last, each with its engine and its scope."""
+    """The regions that are active in this thread, innermost last."""
 
     def __init__(self) -> None:
-        self.entries: list[tuple[autocast, CastingEngine | None, Scope | None]] = []
+        self.entries: list[_Entry] = []
+
+    def innermost(self, region: autocast) -> _Entry | None:
+        """Return the last entry of `region`; None if it is not active."""
+        for entry in reversed(self.entries):
+            if entry.region is region:
+                return entry
+        return None
+
+    def leave(self, entry: _Entry | None) -> None:
+        """Leave a region, then its earlier entries whose block has ended; a second call does nothing."""
+        while entry is not None:
+            entry.scope.leave()
+            if entry in self.entries:
+                self.entries.remove(entry)
+            entry = self.innermost(entry.region)
+            if entry is not None and not entry.scope.is_past():
+                return
 
 
 _THREAD = _AutocastThread()
@@ -236,11 +269,13 @@ def _in_force(device_type: str) -> tuple[autocast | None, CastingEngine | None]:
     """Return the region and the engine that decide for ``device_type`` in this thread.
 
     The region is None outside all regions, and where an engine entered later, such as that of `initialize`, decides.
+    The engine of a disabled region of torch.autocast has no settings of its own: the region around it gives them.
     """
     deciding = casting_engine(device_type)
-    for region, engine, _ in reversed(_THREAD.entries):
-        if region.device == device_type:
-            return (region if engine is deciding else None), deciding
+    for region, engine, scope in reversed(_THREAD.entries):
+        if region.device == device_type and not scope.has_ended():
+            decides = engine is deciding or (deciding is not None and deciding.ends_casts)
+            return (region if decides else None), deciding
     return None, deciding
 
 

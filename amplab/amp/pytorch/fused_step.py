@@ -20,7 +20,7 @@ from torch.optim import Optimizer
 from amplab.amp.pytorch.optimizer_gradients import OptimizerGradients
 from amplab.optimizers import FusedOptimizer
 
-__all__ = ["lend_scale", "leaves_gradients_unscaled", "makes_momentum", "wants_scaler"]
+__all__ = ["lend_scale", "leaves_gradients_unscaled", "makes_momentum", "take_back_scale", "wants_scaler"]
 
 
 def wants_scaler(optimizer: Optimizer) -> bool:
@@ -32,7 +32,7 @@ def wants_scaler(optimizer: Optimizer) -> bool:
         "GradScaler registers `grad_scale: Tensor` and `found_inf: Tensor` to the passed optimizer and let the "
         "optimizer use them directly.",
         FutureWarning,
-        stacklevel=4,
+        stacklevel=5,
     )
     return True
 
@@ -50,13 +50,18 @@ def lend_scale(optimizer: Any, scale: Tensor | None, found_inf: Tensor) -> Itera
     Sync: none.
     """
     preset = getattr(optimizer, "grad_scale", None)
-    optimizer.grad_scale = preset if scale is None else scale if preset is None else scale * preset
-    optimizer.found_inf = found_inf
     try:
+        optimizer.grad_scale = preset if scale is None else scale if preset is None else scale * preset
+        optimizer.found_inf = found_inf
         yield
     finally:
-        del optimizer.grad_scale
-        del optimizer.found_inf
+        take_back_scale(optimizer)
+
+
+def take_back_scale(optimizer: Any) -> None:
+    """Delete ``grad_scale`` and ``found_inf``, of a block that has ended or was interrupted."""
+    vars(optimizer).pop("grad_scale", None)
+    vars(optimizer).pop("found_inf", None)
 
 
 def leaves_gradients_unscaled(optimizer: Optimizer) -> bool:

@@ -11,6 +11,7 @@ Each optimizer goes READY -> UNSCALED -> STEPPED; `update` begins the next itera
     scale_loss(loss, optimizer, loss_id)   the block around a backward of one loss among several
     loss_scale                             the scale of one loss: where it is halved
     optimizer_gradients                    the parameters of an optimizer; unscales their gradients, computes found_inf
+    unscaled_gradients                     which gradients are unscaled, and which arrive later or are mixed
     step_report                            the result of a step, and its subscribers
 """
 
@@ -19,7 +20,7 @@ import warnings
 from collections import abc, defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from numbers import Real
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -30,20 +31,26 @@ from amplab.amp.arguments import SMALLEST_SCALE, as_list, checked_flag, checked_
 from amplab.amp.backward.clipping import clip_by_norm_, clip_shards_by_norm_
 from amplab.amp.backward.gradients import ScaledBackward, SetAside, add_unscaled, bookkeeping, put_back
 from amplab.amp.backward.records import ScaleRecord, StepOutcome
-from amplab.amp.pytorch.fused_step import leaves_gradients_unscaled, lend_scale, makes_momentum, wants_scaler
-from amplab.amp.pytorch.loss_scale import LossScale, checked_state
+from amplab.amp.pytorch.fused_step import (
+    leaves_gradients_unscaled,
+    lend_scale,
+    makes_momentum,
+    take_back_scale,
+    wants_scaler,
+)
+from amplab.amp.pytorch.loss_scale import LossScale, check_number, checked_state
 from amplab.amp.pytorch.optimizer_gradients import (
     KnownOptimizers,
     OptimizerGradients,
-    UnscaledGradients,
     unscale_gradients_,
 )
 from amplab.amp.pytorch.step_report import NO_STEP_YET, STEPPED, ScaleSubscribers, StepReport
+from amplab.amp.pytorch.unscaled_gradients import UnscaledGradients
 from amplab.optimizers import FusedOptimizer
 from amplab.parallel.ranks import has_other_ranks
 from amplab.parallel.shards import agree_on_found_inf
 from amplab.scalers import ScaleRule
-from amplab.scalers.rules import require_number
+from amplab.scalers.rules import require_factors, require_number, require_scale
 
 __all__ = ["GradScaler"]
 
@@ -90,6 +97,22 @@ class _Reached:
         return agree_on_found_inf(found_inf, self.rank_groups)
 
 
+class _Unfinished:
+    """Whether an interrupt has ended a block, until the next iteration begins. An error does not count."""
+
+    def __init__(self) -> None:
+        self.is_set = self.was_set = False
+
+    def __enter__(self) -> None:
+        self.was_set, self.is_set = self.is_set, True
+
+    def __exit__(self, kind: type[BaseException] | None, _error: object, _traceback: object) -> None:
+        if kind is None:
+            self.is_set = False
+        elif issubclass(kind, Exception):
+            self.is_set = self.was_set
+
+
 class GradScaler(torch.amp.GradScaler):
     """Scale losses, unscale gradients, skip the steps that overflow, and move the scale.
 
@@ -98,17 +121,19 @@ class GradScaler(torch.amp.GradScaler):
     * The scale has a floor > 0, and a collapse of the scale causes one warning.
     * `scale` accepts namedtuples, and a float16 loss of one element does not overflow. `update` accepts integers and
       tensors of shape ``(1,)``. All getters work on a disabled scaler.
-    * An overflow caused by unscaling is detected. A parameter that two optimizers share is unscaled once.
+    * An overflow caused by unscaling is detected. A parameter that two optimizers share is unscaled once, and so is a
+      gradient that arrives after `unscale_`. A scaled gradient that is added to an unscaled one is an error in `step`.
+    * After an interrupt in `unscale_`, `step` or `update` the next call of `scale` begins an iteration.
     * A fused SGD whose first step is skipped keeps no uninitialized momentum.
     * A closure is refused as a positional argument, too.
     * The ranks that hold shards of the parameters (FSDP2) agree on found_inf; on the CPU `unscale_` waits for them.
 
     Args:
         device: device type of the losses, such as "cuda" or "cpu".
-        init_scale: the first scale.
-        growth_factor: multiplies the scale after ``growth_interval`` clean steps in a row; > 1.
-        backoff_factor: multiplies the scale after an overflow; < 1.
-        growth_interval: see ``growth_factor``.
+        init_scale: the first scale, finite and > 0.
+        growth_factor: multiplies the scale after ``growth_interval`` clean steps in a row; finite and > 1.
+        backoff_factor: multiplies the scale after an overflow; between 0 and 1.
+        growth_interval: see ``growth_factor``; 0 for a scale that never grows.
         enabled: False: `scale` returns its argument, `step` calls ``optimizer.step``, all other methods do nothing.
         rule: a rule of `amplab.scalers` instead of torch's rule and the four numbers.
         floor: lower bound of the scale; None for no bound, as in torch.
@@ -116,10 +141,9 @@ class GradScaler(torch.amp.GradScaler):
         combine_grad: keep the gradients of each optimizer in flat buffers, with bitwise the same results.
 
     Raises:
-        AssertionError: ``growth_factor`` <= 1 or ``backoff_factor`` >= 1, where scaling is enabled.
         TypeError: one of the four numbers is not a number, or ``growth_interval`` not a whole one.
-        ValueError: both a rule and numbers; a floor that is not a finite number > 0, or above the rule's ceiling;
-            ``num_losses`` < 1.
+        ValueError: one of them is not allowed, where scaling is enabled; both a rule and numbers; a floor that is not
+            a finite number > 0, or above the rule's ceiling; ``num_losses`` < 1.
 
     Sync: one in `step`, none with an optimizer made with ``fused=True``; none in `update`, except under a rule that
     runs on the host (`amplab.scalers.HostScale`) or with subscribers.
@@ -154,7 +178,9 @@ class GradScaler(torch.amp.GradScaler):
             warnings.warn("torch.cuda.amp.GradScaler is enabled, but CUDA is not available.  Disabling.", stacklevel=2)
             enabled = False
         numbers = (init_scale, growth_factor, backoff_factor, growth_interval)
-        _check_numbers(*numbers)
+        _check_types(*numbers)
+        if enabled:
+            _check_values(*numbers)
         if rule is not None and numbers != _NUMBERS:
             raise ValueError(
                 f"got both rule={rule!r} and numbers of torch's rule, {numbers}: expected one of the two; pass the "
@@ -171,6 +197,7 @@ class GradScaler(torch.amp.GradScaler):
         """Create the state that copies and checkpoints do not contain."""
         self._known = KnownOptimizers(combine=self._combine_grad)
         self._done = UnscaledGradients()
+        self._unfinished = _Unfinished()
         self._by_loss: dict[int, dict[int, Tensor]] = {}  # found_inf of each loss, by the id of an optimizer
         self._last: StepReport | StepOutcome = NO_STEP_YET
         self._skipped_in_a_row = 0
@@ -219,8 +246,11 @@ class GradScaler(torch.amp.GradScaler):
         if not self._enabled:
             return outputs
         if isinstance(outputs, Tensor):
+            if self._unfinished.is_set:
+                self._begin_after_interrupt()
             own = self._scales[0]
             scaled = own.times(outputs)
+            self._done.note_loss(scaled)
             if self._subscribers and own.scale is not None:
                 self._subscribers.note(outputs, own.scale)
             return scaled
@@ -234,6 +264,21 @@ class GradScaler(torch.amp.GradScaler):
             return type(outputs)._make(products)  # type: ignore[attr-defined]  # a namedtuple has it
         return type(outputs)(products) if isinstance(outputs, (list, tuple)) else products
 
+    def _begin_after_interrupt(self) -> None:
+        """Begin the next iteration, without an update. Gradients that are not zeroed count as unscaled."""
+        self._per_optimizer_states = defaultdict(_refresh_per_optimizer_state)
+        self._by_loss = {}
+        for optimizer in self._done.continue_after_interrupt():
+            take_back_scale(optimizer)
+        self._unfinished = _Unfinished()
+
+    @staticmethod
+    def _refuse_unfinished() -> NoReturn:
+        raise RuntimeError(
+            "unscale_(), step() or update() was interrupted, and its gradients may be unscaled or not: call "
+            "optimizer.zero_grad(), and begin the next iteration with scale(loss)."
+        )
+
     def unscale_(self, optimizer: Optimizer) -> None:
         """Divide the gradients of an optimizer by the scale in place, and check them.
 
@@ -242,7 +287,8 @@ class GradScaler(torch.amp.GradScaler):
 
         Raises:
             AssertionError: `scale` was never called; a parameter is not a tensor.
-            RuntimeError: called twice, or after `step`, since the last `update`.
+            RuntimeError: called twice with the same gradients, or after `step`, since the last `update`; a scaled
+                gradient was added to an unscaled one; the call before was interrupted.
             ValueError: float16 gradients.
 
         Sync: none; one for sparse gradients that are not coalesced.
@@ -251,7 +297,12 @@ class GradScaler(torch.amp.GradScaler):
             return
         scale, _ = self._check_scale_growth_tracker("unscale_")
         row = self._per_optimizer_states[id(optimizer)]
-        if row["stage"] is OptState.UNSCALED:
+        if row.pop("steps", False):  # called by `step`
+            self._unscale(optimizer, row, scale, allow_half=False, is_last=self._known.is_only(optimizer))
+            return
+        if self._unfinished.is_set:
+            self._refuse_unfinished()
+        if row["stage"] is OptState.UNSCALED and not self._all_late(optimizer):
             raise RuntimeError(
                 "unscale_() has already been called on this optimizer since the last update(), or scale_loss() has "
                 "unscaled its gradients. Call update() at the end of every iteration."
@@ -260,20 +311,52 @@ class GradScaler(torch.amp.GradScaler):
             raise RuntimeError(
                 "unscale_() is being called after step(). Call it between the last backward and step(), or not at all."
             )
-        self._unscale(optimizer, row, scale, allow_half=False)
+        with self._unfinished:
+            self._unscale(optimizer, row, scale, allow_half=False)
 
-    def _unscale(self, optimizer: Optimizer, row: dict[str, Any], scale: Tensor, *, allow_half: bool) -> None:
+    def _unscale(
+        self, optimizer: Optimizer, row: dict[str, Any], scale: Tensor, *, allow_half: bool, is_last: bool = False
+    ) -> None:
         # FP32 division can be off by one bit, so the reciprocal is taken in float64 where the device has it.
         inverse = scale.reciprocal() if scale.device.type == "mps" else scale.double().reciprocal().float()
         found_inf = torch.zeros((), dtype=torch.float32, device=scale.device)
+        self._done.begin(optimizer, row, is_last=is_last)
         row["found_inf_per_device"] = self._unscale_grads_(optimizer, inverse, found_inf, allow_half)
         row["stage"] = OptState.UNSCALED
-        self._done.add(self._known.kept(optimizer).may_be_shared)
+        self._note_unscaled(self._known.kept(optimizer))
+
+    def _known_with_shared(self, optimizer: Optimizer) -> OptimizerGradients:
+        """Return the record of an optimizer; if it is new, gradients that it shares may be unscaled already."""
+        known = self._known.of(optimizer)
+        if known.shared is None:
+            self._done.add_begun()
+        return known
+
+    def _note_unscaled(self, known: OptimizerGradients, *, unless: Tensor | None = None) -> None:
+        params = known.params if self._done.has_changed else known.may_be_shared
+        if params:
+            self._done.add(params, unless=unless)
+
+    def _all_late(self, optimizer: Optimizer) -> bool:
+        """Whether a backward has made every gradient of an unscaled optimizer anew."""
+        known = self._known.of(optimizer)
+        params = known.params
+        self._done.refuse_mixed(params, known.name)
+        return 0 < len(self._done.late(params)) == len([param for param in params if param.grad is not None])
+
+    def _unscale_late(self, optimizer: Optimizer, row: dict[str, Any], scale: Tensor, *, allow_half: bool) -> None:
+        """Unscale the gradients that have arrived since `unscale_`; an overflow before stays one."""
+        before = row["found_inf_per_device"]
+        self._unscale(optimizer, row, scale, allow_half=allow_half)
+        after = row["found_inf_per_device"]
+        row["found_inf_per_device"] = {**before, **{at: _larger(before.get(at), after[at]) for at in after}}
 
     def _unscale_grads_(
         self, optimizer: Optimizer, inv_scale: Tensor, found_inf: Tensor, allow_fp16: bool
     ) -> dict[torch.device, Tensor]:
-        known = self._known.of(optimizer)
+        known = self._known_with_shared(optimizer)
+        if self._done.has_changed:
+            self._done.refuse_mixed(known.params, known.name)
         found = unscale_gradients_(known, inv_scale, found_inf, allow_half=allow_fp16, done=self._done)
         return known.agreed(found, found_inf)
 
@@ -315,7 +398,8 @@ class GradScaler(torch.amp.GradScaler):
             `last_step` tells whether the step was skipped.
 
         Raises:
-            RuntimeError: a closure; a second step since the last `update`.
+            RuntimeError: a closure; a second step since the last `update`; a scaled gradient was added to an unscaled
+                one; the call before was interrupted.
             AssertionError: `scale` was never called; no parameter has a gradient.
             ValueError: float16 gradients, and an optimizer that does not take the scale.
 
@@ -330,14 +414,29 @@ class GradScaler(torch.amp.GradScaler):
                 "Closure use is not currently supported if GradScaler is enabled: a step cannot be skipped once its "
                 "closure runs. Call backward() before step(); optimizers that need a closure work with enabled=False."
             )
+        if self._unfinished.is_set:
+            self._refuse_unfinished()
         scale, _ = self._check_scale_growth_tracker("step")
         row = self._per_optimizer_states[id(optimizer)]
         if row["stage"] is OptState.STEPPED:
             raise RuntimeError("step() has already been called since the last update(). Call update() after it.")
-        if getattr(optimizer, "_step_supports_amp_scaling", False):
+        with self._unfinished:
+            return self._unscale_and_step(optimizer, row, scale, *args, **kwargs)
+
+    def _unscale_and_step(
+        self, optimizer: Optimizer, row: dict[str, Any], scale: Tensor, *args: Any, **kwargs: Any
+    ) -> Any:
+        takes_scale = getattr(optimizer, "_step_supports_amp_scaling", False)
+        if self._done.has_changed:
+            known = self._known.of(optimizer)
+            self._done.refuse_mixed(known.params, known.name)
+            if row["stage"] is OptState.UNSCALED and self._done.late(known.params):
+                self._unscale_late(optimizer, row, scale, allow_half=takes_scale)
+        if takes_scale:
             returned = self._step_with_scale(optimizer, row, scale, *args, **kwargs)
         else:
             if row["stage"] is OptState.READY:
+                row["steps"] = True
                 self.unscale_(optimizer)
             if not row["found_inf_per_device"]:
                 raise AssertionError(
@@ -359,7 +458,16 @@ class GradScaler(torch.amp.GradScaler):
                 self._skip(optimizer)
                 return None
         self._skipped_in_a_row, self._last = 0, STEPPED
-        return optimizer.step(*args, **kwargs)
+        return self._take_step(optimizer, optimizer_state, *args, **kwargs)
+
+    def _take_step(self, optimizer: Optimizer, row: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
+        """Call ``optimizer.step``. It counts as called before it is, so that an interrupted step is not taken twice."""
+        stage, row["stage"] = row["stage"], OptState.STEPPED
+        try:
+            return optimizer.step(*args, **kwargs)
+        except Exception:
+            row["stage"] = stage
+            raise
 
     def _skip(self, optimizer: Optimizer) -> None:
         """Report a skipped step; after every `_LOOK_EVERY` in a row, check whether the scale has collapsed."""
@@ -382,47 +490,54 @@ class GradScaler(torch.amp.GradScaler):
         """Move the scale by its rule, and begin the next iteration.
 
         Args:
-            new_scale: replaces the scale of every loss; a number, or a tensor of one element on a device of this
-                scaler's type. None lets the rule move the scales.
+            new_scale: replaces the scale of every loss; a finite number > 0, or a tensor of one element on a device of
+                this scaler's type. None lets the rule move the scales. A tensor is not read: if it is not finite and
+                > 0, the scale stays.
 
         Raises:
             AssertionError: `scale` was never called; no gradients were checked since the last `update`; a tensor that
-                is not a scale. TypeError: neither a number nor a tensor.
+                is not a scale. TypeError: neither a number nor a tensor. ValueError: a number that is no scale.
 
         Sync: see the class.
         """
         if not self._enabled:
             return
+        with self._unfinished:
+            self._update(new_scale)
+
+    def _update(self, new_scale: float | Tensor | None) -> None:
         device = self._device_of_scale("update")
         rows = list(self._per_optimizer_states.values())
         if new_scale is None and not any(row["found_inf_per_device"] for row in rows):
+            if self._unfinished.was_set:
+                self._begin_after_interrupt()
+                return
             raise AssertionError("No inf checks were recorded prior to update. Call step() or unscale_() before it.")
+        if new_scale is not None:
+            new_scale = self._checked_scale(new_scale)
         before = self._subscribers.scales_before([each.scale for each in self._scales]) if self._subscribers else None
         found = self._found_of_losses(self._found_inf(rows, device), device)
-        if new_scale is None:
-            self._move_scales_(found, _verdict_of_all(rows))
-        else:
-            new_scale = self._checked_scale(new_scale)
-            for each in self._scales:
-                each.set_(new_scale, device)
+        verdict = _verdict_of_all(rows)
+        if self._by_loss and verdict:
+            verdict = None  # which loss overflowed is known on the device only
+        self._per_optimizer_states = defaultdict(_refresh_per_optimizer_state)  # so that no scale moves twice
         self._by_loss = {}
-        self._per_optimizer_states = defaultdict(_refresh_per_optimizer_state)
         self._done.clear()
         self._known.find_shared()
+        if new_scale is None:
+            for loss_id, found_inf in found.items():
+                self._scales[loss_id].update_(found_inf, verdict)
+        else:
+            for each in self._scales:
+                each.set_(new_scale, device)
         if before is not None:
             stepped = any(row["stage"] is OptState.STEPPED for row in rows)
             scales = [value for each in found for value in (before[each], self._scales[each].scale, found[each])]
             self._subscribers.tell(list(found), scales, self.last_step, stepped=stepped)
 
-    def _move_scales_(self, found: dict[int, Tensor], verdict: bool | None) -> None:
-        """Update the scale of each loss that had gradients; ``verdict`` says if any overflowed, None if unknown."""
-        if self._by_loss and verdict:
-            verdict = None  # which loss overflowed is known on the device only
-        for loss_id, found_inf in found.items():
-            self._scales[loss_id].update_(found_inf, verdict)
-
     def _checked_scale(self, new_scale: float | Tensor) -> float | Tensor:
         if isinstance(new_scale, Real):
+            require_scale("new_scale", new_scale)
             return float(new_scale)
         if not isinstance(new_scale, Tensor):
             raise TypeError(f"new_scale={new_scale!r}: expected a number, or a tensor of one element on the device.")
@@ -446,15 +561,17 @@ class GradScaler(torch.amp.GradScaler):
         if not isinstance(optimizer, FusedOptimizer) and wants_scaler(optimizer):
             self._last = STEPPED
             return optimizer.step(*args, **kwargs, grad_scaler=self)  # type: ignore[call-overload]  # its own keyword
-        known = self._known.of(optimizer)
+        known = self._known_with_shared(optimizer)
         if row["stage"] is OptState.READY and self._done.holds_any(known.params):
             self._unscale(optimizer, row, scale, allow_half=True)  # shared with an optimizer that has unscaled
         ready = row["stage"] is OptState.READY
+        if ready:
+            self._done.begin(optimizer, row, is_last=self._known.is_only(optimizer))
         if ready and isinstance(optimizer, FusedOptimizer):
             found = optimizer.unscale_gradients_(scale)
             if found is not None:
                 row["stage"], ready = OptState.UNSCALED, False
-                self._done.add(known.may_be_shared)
+                self._note_unscaled(known)
             found = optimizer.check_gradients() if found is None else found
             row["found_inf_per_device"] = known.agreed(found, torch.zeros((), device=scale.device))
         elif ready:
@@ -466,9 +583,10 @@ class GradScaler(torch.amp.GradScaler):
             return None
         self._last = StepReport(optimizer.param_groups, known.params, found_inf, self._scale_at_fault(optimizer))
         with lend_scale(optimizer, scale if ready else None, found_inf):
-            returned = optimizer.step(*args, **kwargs)
+            returned = self._take_step(optimizer, row, *args, **kwargs)
         if ready and leaves_gradients_unscaled(optimizer):
-            self._done.add(known.may_be_shared, unless=found_inf)
+            row["unless"] = found_inf
+            self._note_unscaled(known, unless=found_inf)
         return returned
 
     # -- around a backward -------------------------------------------------------------------------
@@ -508,6 +626,8 @@ class GradScaler(torch.amp.GradScaler):
         own = self._loss(loss_id)
         if not isinstance(loss, Tensor):
             raise TypeError(f"loss is a {type(loss).__name__}: expected a Tensor; use one block for each loss.")
+        if self._unfinished.is_set:
+            self._begin_after_interrupt()
         reached = self._reached(optimizers)
         if not self._enabled:
             yield loss
@@ -568,7 +688,8 @@ class GradScaler(torch.amp.GradScaler):
         verdicts = row["found_inf_per_device"]
         verdicts[found_inf.device] = _larger(verdicts.get(found_inf.device), found_inf)
         row["stage"] = OptState.UNSCALED
-        self._done.add(self._known.kept(optimizer).may_be_shared)
+        self._done.begin(optimizer, row, is_last=False)
+        self._note_unscaled(self._known.kept(optimizer))
 
     def _scale_at_fault(self, optimizer: Optimizer) -> Tensor:
         """``()`` float32: the scale of the first loss that overflowed under ``optimizer``. Sync: none."""
@@ -636,21 +757,24 @@ class GradScaler(torch.amp.GradScaler):
         )
 
     def set_growth_factor(self, new_factor: float) -> None:
-        """Set the factor by which a scale grows; not checked. Raises: RuntimeError, under a rule."""
+        """Set the factor by which a scale grows, >= 1. Raises: RuntimeError, under a rule; ValueError."""
         for each in self._scales:
             each.require_torchs_rule("growth_factor")
+            check_number("growth_factor", new_factor, "growth_factor=")
             each.growth_factor = new_factor
 
     def set_backoff_factor(self, new_factor: float) -> None:
-        """Set the factor applied to a scale after an overflow; not checked. Raises: RuntimeError, under a rule."""
+        """Set the factor applied to a scale after an overflow, <= 1. Raises: RuntimeError, under a rule; ValueError."""
         for each in self._scales:
             each.require_torchs_rule("backoff_factor")
+            check_number("backoff_factor", new_factor, "backoff_factor=")
             each.backoff_factor = new_factor
 
     def set_growth_interval(self, new_interval: int) -> None:
-        """Set the number of clean steps before a scale grows; not checked. Raises: RuntimeError, under a rule."""
+        """Set the number of clean steps before a scale grows; 0: never. Raises: RuntimeError, a rule; ValueError."""
         for each in self._scales:
             each.require_torchs_rule("growth_interval")
+            check_number("growth_interval", new_interval, "growth_interval=")
             each.growth_interval = new_interval
 
     def state_dict(self) -> dict[str, Any]:
@@ -738,7 +862,7 @@ class GradScaler(torch.amp.GradScaler):
                 "A GradScaler instance may only be pickled at the beginning of an iteration, or at the end after "
                 "scaler.update()."
             )
-        left_out = ("_known", "_done", "_by_loss", "_last", "_skipped_in_a_row", "_subscribers")
+        left_out = ("_known", "_done", "_unfinished", "_by_loss", "_last", "_skipped_in_a_row", "_subscribers")
         return {name: value for name, value in vars(self).items() if name not in left_out}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -747,7 +871,7 @@ class GradScaler(torch.amp.GradScaler):
         self._begin()
 
 
-def _check_numbers(init_scale: Any, growth_factor: Any, backoff_factor: Any, growth_interval: Any) -> None:
+def _check_types(init_scale: Any, growth_factor: Any, backoff_factor: Any, growth_interval: Any) -> None:
     """Raise TypeError for the first that is not a number; as in torch, a tensor of one element is one."""
     given = {"init_scale": init_scale, "growth_factor": growth_factor, "backoff_factor": backoff_factor}
     for (name, value), such in zip(given.items(), ("65536.0", "2.0", "0.5"), strict=True):
@@ -755,6 +879,13 @@ def _check_numbers(init_scale: Any, growth_factor: Any, backoff_factor: Any, gro
             require_number(name, value, such)
     if not isinstance(growth_interval, Real) or growth_interval % 1 != 0:
         raise TypeError(f"growth_interval={growth_interval!r}: expected a whole number of steps, such as 2000.")
+
+
+def _check_values(init_scale: Any, growth_factor: Any, backoff_factor: Any, growth_interval: Any) -> None:
+    """Raise ValueError for the first number that is not allowed."""
+    require_scale("init_scale", float(init_scale))
+    require_factors(float(growth_factor), float(backoff_factor))
+    check_number("growth_interval", growth_interval, "growth_interval=")
 
 
 def _verdict_of_all(rows: Iterable[dict[str, Any]]) -> bool | None:

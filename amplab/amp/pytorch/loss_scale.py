@@ -6,7 +6,6 @@
 The scales of `amplab.amp.initialize` are on the host: ``apex/loss_scaling.py``.
 """
 
-import math
 import warnings
 from collections.abc import Mapping
 from dataclasses import asdict, fields, replace
@@ -21,9 +20,18 @@ from amplab.scalers import DeviceScale, RecurrentRule, ScaleRule, ScaleState, de
 from amplab.scalers.floored_rule import name_of_rule
 from amplab.scalers.rules import require_scale
 
-__all__ = ["LossScale", "checked_state"]
+__all__ = ["LossScale", "check_number", "checked_state"]
 
 _ENTRIES = ("scale", "growth_factor", "backoff_factor", "growth_interval", "_growth_tracker")
+_LARGEST = torch.finfo(torch.float32).max
+_ALLOWED: dict[str, tuple[float, float, str]] = {
+    "scale": (0.0, _LARGEST, "a finite number >= 0, such as 65536.0"),  # torch's scale can fall to 0
+    "growth_factor": (1.0, _LARGEST, "a finite number >= 1, such as 2.0; 1.0 keeps the scale from growing"),
+    "backoff_factor": (SMALLEST_SCALE, 1.0, "a number > 0 and <= 1, such as 0.5; 1.0 keeps the scale from falling"),
+    "growth_interval": (0, 2**63 - 1, "a whole number of steps >= 0, such as 2000; 0 keeps the scale from growing"),
+    "_growth_tracker": (0, 2**31 - 1, "a whole number of steps >= 0, below 2^31"),
+}
+"""The smallest and the largest allowed value of each entry of a state, and both in words."""
 
 
 class LossScale:
@@ -114,10 +122,12 @@ class LossScale:
         """Replace the scale; the count of clean steps continues.
 
         Args:
-            new_scale: a number, or a tensor of one element.
+            new_scale: a number, or a tensor of one element; if that is not finite and > 0, the scale stays.
             device: where to make the scale if it does not exist yet.
         """
         scale = self.put_on(device) if self.scale is None else self.scale
+        if isinstance(new_scale, Tensor):  # not read, so that nothing waits for it
+            new_scale = torch.where((new_scale > 0) & new_scale.isfinite(), new_scale.to(scale), scale)
         if self._form is not None:
             self._form.set_scale_(new_scale)
         elif isinstance(new_scale, Tensor):
@@ -252,24 +262,36 @@ def checked_state(saved: Any, floor: float | None) -> dict[str, Any]:
     if missing:
         raise KeyError(_what_is_missing(missing[0], saved))
     scale = saved["scale"].item() if isinstance(saved["scale"], Tensor) else saved["scale"]
-    _require("scale", scale, _is_number(scale) and 0.0 <= scale < math.inf, "a finite number >= 0, such as 65536.0")
-    for name in ("growth_factor", "backoff_factor"):
-        _require(name, saved[name], _is_number(saved[name]), "a number, such as 2.0 or 0.5")
-    for name in ("growth_interval", "_growth_tracker"):
-        whole = _is_number(saved[name]) and saved[name] >= 0 and saved[name] % 1 == 0
-        _require(name, saved[name], whole, "a whole number >= 0")
-    rule_state = saved.get("rule_state", {})
-    _require("rule_state", rule_state, isinstance(rule_state, Mapping), "the dict that state_dict() wrote")
+    for name in _ENTRIES:
+        check_number(name, scale if name == "scale" else saved[name], f"state_dict[{name!r}] = ")
+    _check_rule_state(saved.get("rule_state", {}))
     return {**saved, "scale": float(scale) or floor or 0.0}
+
+
+def _check_rule_state(saved: Any) -> None:
+    if not isinstance(saved, Mapping):
+        raise ValueError(f"state_dict['rule_state'] = {saved!r}: expected the dict that state_dict() returned.")
+    for name, entry in (("scale", "scale"), ("clean_steps", "_growth_tracker"), ("hysteresis", "_growth_tracker")):
+        if name in saved:
+            check_number(entry, saved[name], f"state_dict['rule_state'][{name!r}] = ")
+
+
+def check_number(name: str, value: Any, given: str) -> None:
+    """Raise ValueError unless ``value`` is allowed as the entry ``name`` of a state.
+
+    Args:
+        name: one of torch's five entries.
+        value: anything.
+        given: begins the message, such as "growth_factor=".
+    """
+    smallest, largest, expected = _ALLOWED[name]
+    allowed = _is_number(value) and smallest <= value <= largest
+    if not allowed or (isinstance(smallest, int) and value % 1 != 0):
+        raise ValueError(f"{given}{value!r}: expected {expected}.")
 
 
 def _is_number(value: Any) -> bool:
     return isinstance(value, Real) and not isinstance(value, bool)
-
-
-def _require(name: str, value: Any, holds: bool, expected: str) -> None:
-    if not holds:
-        raise ValueError(f"state_dict[{name!r}] = {value!r}: expected {expected}; load one that state_dict() returned.")
 
 
 def _what_is_missing(name: str, saved: Mapping[str, Any]) -> str:

@@ -1,7 +1,6 @@
 """The gradients of an optimizer, unscaled and checked in one pass that accesses each parameter once.
 
     OptimizerGradients      the parameters of one optimizer, each once
-    UnscaledGradients       the gradients unscaled since the last update, which are not unscaled again
     unscale_gradients_      grad <- round(grad * inv_scale);  found_inf of each device
 
 Gradients are grouped by device and dtype only if they are not all strided and on one device. The kernel checks this:
@@ -11,19 +10,20 @@ it rejects a list before it writes anything. If the kernel is built, it also fin
 import operator
 import weakref
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from itertools import chain
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from amplab.amp.pytorch.unscaled_gradients import UnscaledGradients
 from amplab.kernels import ParameterList, refusal_naming, unscale_
 from amplab.parallel.shards import RankGroup, agree_on_found_inf, rank_groups
 from amplab.scalers import CombinedUnscaler, Unscaler, local_shard, strided_grad
 
-__all__ = ["KnownOptimizers", "OptimizerGradients", "UnscaledGradients", "unscale_gradients_"]
+__all__ = ["KnownOptimizers", "OptimizerGradients", "unscale_gradients_"]
 
 FoundInf = dict[torch.device, Tensor]
 
@@ -99,7 +99,7 @@ class OptimizerGradients:
 
     @property
     def may_be_shared(self) -> Sequence[Tensor]:
-        """The parameters whose gradients another optimizer may use again in this iteration."""
+        """The parameters that another optimizer may step in this iteration."""
         return self.params if self.shared is None else self.shared
 
     def name(self, param: Tensor) -> str:
@@ -110,50 +110,6 @@ class OptimizerGradients:
     def gradients(self) -> list[Tensor]:
         """Return the gradients that are not None, of sharded ones the shards of this rank. Sync: none."""
         return [local_shard(grad) for param in self.params if (grad := param.grad) is not None]
-
-
-class _Unscaled(NamedTuple):
-    """A gradient that was unscaled, except if ``unless`` is not 0, and its version counter at that time."""
-
-    grad: Tensor
-    version: int
-    unless: Tensor | None
-
-
-class UnscaledGradients:
-    """The gradients that are already unscaled. A parameter that two optimizers share would be unscaled twice.
-
-    A gradient that was written to since then counts as new: it may have been zeroed and filled by another backward.
-    Therefore unscale for every optimizer before clipping.
-    """
-
-    def __init__(self) -> None:
-        self._seen: dict[int, _Unscaled] = {}
-
-    def __bool__(self) -> bool:
-        return bool(self._seen)
-
-    def add(self, params: Iterable[Tensor], *, unless: Tensor | None = None) -> None:
-        """Record the gradients of ``params``; with ``unless``, found_inf of a fused step, only if it stays 0."""
-        for param in params:
-            grad = param.grad
-            if grad is not None:
-                self._seen[id(grad)] = _Unscaled(grad, local_shard(grad)._version, unless)
-
-    def find(self, grad: Tensor) -> _Unscaled | None:
-        """Return the record of ``grad``; None if it is still scaled."""
-        seen = self._seen.get(id(grad))
-        return seen if seen is not None and seen.version == local_shard(grad)._version else None
-
-    def holds_any(self, params: Iterable[Tensor]) -> bool:
-        """Whether a gradient of ``params`` is unscaled already."""
-        return bool(self._seen) and any(
-            (grad := param.grad) is not None and self.find(grad) is not None for param in params
-        )
-
-    def clear(self) -> None:
-        """Begin another iteration."""
-        self._seen = {}
 
 
 def unscale_gradients_(
@@ -244,8 +200,7 @@ def _unscale_one_by_one(
     for param in known.params:
         if param.grad is None:
             continue
-        seen = done.find(param.grad)
-        factor, key = (inv_scale, None) if seen is None else _factor_left(seen, inv_scale)
+        factor, key = done.factor_left(param, inv_scale)
         values = strided_grad(param)
         params, grads, _ = groups.setdefault((values.device, key), ([], [], factor))
         params.append(param)
@@ -270,14 +225,6 @@ def _names(groups: Sequence[dict[str, Any]]) -> dict[int, str]:
     }
 
 
-def _factor_left(seen: _Unscaled, inv_scale: Tensor) -> tuple[Tensor, int]:
-    """Return the factor that a gradient still needs: 1, or the inverse scale if a fused step has skipped it."""
-    one = torch.ones_like(inv_scale)
-    if seen.unless is None:
-        return one, 0
-    return torch.where(seen.unless.to(inv_scale.device, non_blocking=True) > 0, inv_scale, one), id(seen.unless)
-
-
 class KnownOptimizers:
     """The `OptimizerGradients` of each optimizer of a scaler, held weakly.
 
@@ -300,6 +247,11 @@ class KnownOptimizers:
     def kept(self, optimizer: Optimizer) -> OptimizerGradients:
         """Return what `of` returned last, without reading the groups. Sync: none."""
         return self._known[optimizer]
+
+    def is_only(self, optimizer: Optimizer) -> bool:
+        """Whether no other optimizer is known, and ``optimizer`` has no parameters that are not. Sync: none."""
+        known = self._known.get(optimizer)
+        return len(self._known) == 1 and known is not None and known.shared is not None
 
     def find_shared(self) -> None:
         """Find the parameters that several optimizers step, if there is a new optimizer. Called between iterations."""

@@ -1,31 +1,46 @@
-"""Check that a saved state matches the given models and optimizers, before anything is loaded.
+"""Check that a saved state has its form and fits the given models and scalers, before anything is loaded.
 
-Each problem is a phrase that names the model or optimizer, and the keys, shapes or options that differ.
+Each problem is a phrase that names the part, and what differs. Optimizers are checked in `optimizer_checks`.
 """
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from torch import Tensor
 from torch.nn import Module
 from torch.nn.parameter import is_lazy
-from torch.optim import Optimizer
 
 from amplab.amp.apex.loss_scaling import checked_entry
+from amplab.amp.pytorch.loss_scale import checked_state
+from amplab.amp.run_state.optimizer_checks import dtype_kind
 
-__all__ = ["model_problems", "optimizer_entry", "optimizer_problems", "scaler_problems"]
+__all__ = ["form_problems", "model_problems", "scale_problems", "session_problems"]
 
 _MOST_NAMES = 8
 
+_PARTS: dict[str, tuple[Callable[[Any], bool], str]] = {
+    "models": (lambda part: isinstance(part, list), "a list"),
+    "optimizers": (lambda part: isinstance(part, list), "a list"),
+    "opt_level": (lambda part: part is None or isinstance(part, str), "a name or None"),
+    "amp": (lambda part: part is None or isinstance(part, Mapping), "a dict or None"),
+    "scaler": (lambda part: part is None or isinstance(part, Mapping), "a dict or None"),
+    "rng": (lambda part: isinstance(part, Mapping), "a dict"),
+    "position": (lambda _: True, "anything"),
+    "extra": (lambda _: True, "anything"),
+}
 
-def optimizer_entry(optimizer: Optimizer) -> dict[str, Any]:
-    """Return the saved form of an optimizer: its class, the shapes of each group's parameters, and its state_dict."""
-    shapes = [[list(param.shape) for param in group["params"]] for group in optimizer.param_groups]
-    return {"class": type(optimizer).__name__, "shapes": shapes, "state": optimizer.state_dict()}
+
+def form_problems(state: Mapping[str, Any]) -> Iterator[str]:
+    """Yield the parts that a state of `save_run_state` has and ``state`` lacks or has as another type."""
+    for name, (fits, expected) in _PARTS.items():
+        if name not in state:
+            yield f'the file has no "{name}"'
+        elif not fits(state[name]):
+            yield f'"{name}" is a {type(state[name]).__name__} in the file: expected {expected}'
 
 
-def model_problems(models: Sequence[Module], saved: Sequence[dict[str, Any]]) -> Iterator[str]:
+def model_problems(models: Sequence[Module], saved: Sequence[Any]) -> Iterator[str]:
     """Yield the problems of loading ``saved`` into ``models``; none if there are no models."""
     if not models:
         return
@@ -34,38 +49,20 @@ def model_problems(models: Sequence[Module], saved: Sequence[dict[str, Any]]) ->
         return
     for index, (model, values) in enumerate(zip(models, saved, strict=True)):
         name = "model" if len(models) == 1 else f"model {index}"
+        if not isinstance(values, Mapping) or not all(isinstance(key, str) for key in values):
+            yield f"{name}: the file has a {type(values).__name__} instead of a state_dict"
+            continue
         expected = model.state_dict()
         yield from _different_keys(name, expected, values)
         for key in filter(values.__contains__, expected):
-            here, there = _kind(expected[key]), _kind(values[key])
-            if here != there and not is_lazy(expected[key]):
-                yield f"{name}: {key} is {there} in the file and {here} in the model"
+            if not is_lazy(expected[key]):
+                yield from (f"{name}: {key} {each}" for each in _different_tensors(expected[key], values[key]))
 
 
-def optimizer_problems(optimizers: Sequence[Optimizer], saved: Sequence[dict[str, Any]]) -> Iterator[str]:
-    """Yield the problems of loading ``saved`` into ``optimizers``; none if there are no optimizers.
-
-    The class may differ if the file has all options of the given optimizer, such as Adam and AdamW.
-    """
-    if not optimizers:
-        return
-    if len(optimizers) != len(saved):
-        yield f"the file has {len(saved)} optimizer(s), and {len(optimizers)} were passed"
-        return
-    for index, (optimizer, entry) in enumerate(zip(optimizers, saved, strict=True)):
-        name = "optimizer" if len(optimizers) == 1 else f"optimizer {index}"
-        here = optimizer_entry(optimizer)
-        if here["class"] != entry["class"]:
-            needed = [key for key in optimizer.defaults if any(key not in group for group in _groups(entry))]
-            if needed:
-                yield f"{name}: {here['class']} needs {', '.join(needed)}, which {entry['class']} in the file lacks"
-        yield from _different_shapes(name, here["shapes"], entry["shapes"])
-
-
-def scaler_problems(saved: Mapping[str, Any]) -> Iterator[str]:
+def session_problems(saved: Mapping[str, Any]) -> Iterator[str]:
     """Yield the reasons why `Session.load_state_dict` would refuse the saved loss scalers."""
     for key, entry in saved.items():
-        if re.fullmatch(r"loss_scaler\d+", key) is None:
+        if re.fullmatch(r"loss_scaler\d+", str(key)) is None:
             yield f'unexpected key "{key}" among the loss scalers'
             continue
         try:
@@ -74,16 +71,18 @@ def scaler_problems(saved: Mapping[str, Any]) -> Iterator[str]:
             yield f"{key}: {error}"
 
 
-def _kind(value: Any) -> tuple[int, ...] | str:
-    """Return the shape of a tensor, or a description: the content of an extra state belongs to its module."""
-    if is_lazy(value):
-        return "uninitialized"
-    return tuple(value.shape) if isinstance(value, Tensor) else "not a tensor"
-
-
-def _groups(entry: dict[str, Any]) -> list[dict[str, Any]]:
-    groups: list[dict[str, Any]] = entry["state"]["param_groups"]
-    return groups
+def scale_problems(saved: Mapping[str, Any]) -> Iterator[str]:
+    """Yield the reason why a GradScaler could not continue with its saved state."""
+    others = saved.get("losses", [])
+    if not isinstance(others, list):
+        yield f"scaler: losses is {others!r}: expected a list of states"
+        return
+    for state in (saved, *others):
+        try:
+            checked_state(state, None)
+        except (KeyError, RuntimeError, TypeError, ValueError) as error:
+            yield f"scaler: {error.args[0]}"
+            return
 
 
 def _different_keys(name: str, here: Mapping[str, Any], there: Mapping[str, Any]) -> Iterator[str]:
@@ -96,16 +95,18 @@ def _different_keys(name: str, here: Mapping[str, Any], there: Mapping[str, Any]
             yield f"{name}: {what} key(s) {', '.join(keys[:_MOST_NAMES])}{more}"
 
 
-def _different_shapes(name: str, here: list[list[Any]], there: list[list[Any]]) -> Iterator[str]:
-    counts, saved_counts = [len(group) for group in here], [len(group) for group in there]
-    if counts != saved_counts:
-        yield f"{name}: groups of {saved_counts} parameters in the file and of {counts} in the optimizer"
-        return
-    for group, (shapes, saved_shapes) in enumerate(zip(here, there, strict=True)):
-        for index, (shape, saved_shape) in enumerate(zip(shapes, saved_shapes, strict=True)):
-            if shape != saved_shape:
-                yield (
-                    f"{name}: parameter {index} of group {group} is {tuple(saved_shape)} in the file "
-                    f"and {tuple(shape)} in the optimizer"
-                )
-                return
+def _different_tensors(here: Any, there: Any) -> Iterator[str]:
+    """Yield what differs: shape, layout or kind of dtype. The content of an extra state belongs to its module."""
+    if not (isinstance(here, Tensor) and isinstance(there, Tensor)):
+        if isinstance(here, Tensor) or isinstance(there, Tensor):
+            yield f"is {_kind(there)} in the file and {_kind(here)} in the model"
+    elif is_lazy(there) or here.shape != there.shape:
+        yield f"is {_kind(there)} in the file and {_kind(here)} in the model"
+    elif (dtype_kind(here), here.layout) != (dtype_kind(there), there.layout):
+        yield f"is {there.dtype}, {there.layout} in the file and {here.dtype}, {here.layout} in the model"
+
+
+def _kind(value: Any) -> tuple[int, ...] | str:
+    if is_lazy(value):
+        return "uninitialized"
+    return tuple(value.shape) if isinstance(value, Tensor) else "not a tensor"

@@ -9,8 +9,9 @@ Its contents are collected in `save_and_load`.
 """
 
 import contextlib
+import errno
+import glob
 import os
-import pickle
 import secrets
 import stat
 import zipfile
@@ -25,7 +26,20 @@ from torch.nn import Parameter
 
 from amplab import __version__
 
-__all__ = ["FORMAT", "MissingRunState", "RunStateError", "read_run_state", "write_atomically", "write_run_state"]
+try:
+    import fcntl
+except ImportError:  # Windows
+    fcntl = None  # type: ignore[assignment]
+
+__all__ = [
+    "FORMAT",
+    "MissingRunState",
+    "RunStateError",
+    "read_run_state",
+    "remove_partials",
+    "write_atomically",
+    "write_run_state",
+]
 
 FORMAT = 1
 """Version of the file format, the value of "amplab_run_state"."""
@@ -75,7 +89,9 @@ def read_run_state(path: Path) -> dict[str, Any]:
     _refuse_damage(path)
     try:
         state = torch.load(path, map_location="cpu", weights_only=True)
-    except (pickle.UnpicklingError, RuntimeError, EOFError, ValueError, KeyError) as error:
+    except Exception as error:  # altered bytes can raise anything in the unpickler
+        if _is_of_disk(error):
+            raise
         reason = str(error).partition("\n")[0]
         raise RunStateError(
             f"{path} is a zip archive that torch.load(weights_only=True) cannot read ({reason}): expected a file of "
@@ -105,7 +121,9 @@ def _refuse_damage(path: Path) -> None:
         try:
             with zipfile.ZipFile(file) as archive:
                 damaged = archive.testzip()
-        except (zipfile.BadZipFile, EOFError, ValueError, NotImplementedError) as error:
+        except Exception as error:  # altered bytes can raise anything in zipfile
+            if _is_of_disk(error):
+                raise
             raise RunStateError(
                 f"{path} is truncated at {path.stat().st_size} bytes or damaged ({error}). It cannot be repaired: "
                 "load an earlier checkpoint, or copy the file again from an intact source."
@@ -115,6 +133,11 @@ def _refuse_damage(path: Path) -> None:
             f"{path} is damaged: the bytes of {damaged} do not match their checksum. It cannot be repaired: load an "
             "earlier checkpoint, or copy the file again from an intact source."
         )
+
+
+def _is_of_disk(error: Exception) -> bool:
+    """Return whether reading failed, and not what was read: altered offsets are seeks that the system refuses."""
+    return isinstance(error, OSError) and error.errno != errno.EINVAL
 
 
 def _unloadable(value: Any, where: str) -> Iterator[str]:
@@ -164,7 +187,7 @@ def write_atomically(path: Path, write: Callable[[BinaryIO], object]) -> None:
     """Call ``write`` with a new file, and replace ``path`` by it once it is on the disk.
 
     A write that fails leaves ``path`` as it was and no other file. A process that is killed while it writes leaves
-    ``path`` as it was and a hidden file ``.NAME.….partial`` in the same folder, which can be deleted.
+    ``path`` as it was and a hidden file ``.NAME.….partial`` in the same folder, which the next write removes.
 
     Args:
         path: the file; its folder must exist.
@@ -180,9 +203,12 @@ def write_atomically(path: Path, write: Callable[[BinaryIO], object]) -> None:
     folder = path.parent
     if not folder.is_dir():
         raise FileNotFoundError(f"the folder {folder} of {path.name} does not exist; create it first.")
+    remove_partials(folder, path.name)
     partial = folder / f".{path.name}.{secrets.token_hex(4)}.partial"
     try:
         with partial.open("xb") as file:
+            with contextlib.suppress(OSError):  # without locks partial files stay
+                _lock(file)
             write(file)
             file.flush()
             os.fsync(file.fileno())
@@ -193,6 +219,27 @@ def write_atomically(path: Path, write: Callable[[BinaryIO], object]) -> None:
         partial.unlink(missing_ok=True)
         raise
     _fsync_folder(folder)
+
+
+def remove_partials(folder: Path, name: str = "*") -> None:
+    """Remove what killed processes have left of files in a folder; what a process still writes is locked, and stays.
+
+    Args:
+        folder: the folder.
+        name: of the files, or "*" for all; other characters stand for themselves.
+    """
+    for partial in folder.glob(f".{name if name == '*' else glob.escape(name)}.*.partial"):
+        with contextlib.suppress(OSError):
+            with partial.open("rb") as file:
+                _lock(file)
+            partial.unlink()
+
+
+def _lock(file: BinaryIO) -> None:
+    """Lock a file until it is closed. Raises: OSError, if another process has locked it, or locks are unavailable."""
+    if fcntl is None:
+        raise OSError("this system has no flock.")
+    fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
 
 
 def _fsync_folder(folder: Path) -> None:

@@ -6,13 +6,15 @@ Only global generators are included. Save the states of other generators (``torc
 ``numpy.random.Generator``, ``random.Random``) in the ``extra`` of a run state.
 """
 
+import math
 import random
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import numpy as np
 import torch
 
-__all__ = ["capture_rng", "checked_rng", "restore_rng"]
+__all__ = ["capture_rng", "restore_rng", "rng_problems"]
 
 _NUMPY_GENERATOR = "MT19937"
 
@@ -34,25 +36,29 @@ def capture_rng() -> dict[str, Any]:
     }
 
 
-def checked_rng(saved: dict[str, Any]) -> dict[str, Any]:
-    """Return ``saved`` if `restore_rng` can load it, checked with temporary generators.
-
-    Raises:
-        ValueError: not a result of `capture_rng`.
-    """
+def rng_problems(saved: Mapping[str, Any]) -> Iterator[str]:
+    """Yield the reason why `restore_rng` could not load ``saved``, found with temporary generators."""
     try:
         torch.Generator().set_state(saved["torch"])
         random.Random().setstate(saved["python"])
         np.random.RandomState().set_state(_numpy_tuple(saved["numpy"]))
         sizes = [state.numel() for state in saved["cuda"]]
-    except (KeyError, TypeError, ValueError, IndexError, AttributeError, RuntimeError) as error:
+        fits = len(set(sizes)) < 2 and all(state.dtype == torch.uint8 for state in saved["cuda"])
+        fits = fits and _is_normal(saved["python"][2]) and _is_normal(saved["numpy"]["gauss"])
+    except (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
         reason = f"{type(error).__name__}: {error}"
-        raise ValueError(
-            f"the saved random states cannot be loaded ({reason}); expected those of capture_rng"
-        ) from None
-    if len(set(sizes)) > 1:
-        raise ValueError(f"the saved random states of the CUDA devices have {sizes} bytes; expected one size for all")
-    return saved
+        yield f"the saved random states cannot be loaded ({reason}); expected those of capture_rng"
+        return
+    if not fits:
+        yield (
+            "the saved random states cannot be loaded; expected those of capture_rng: uint8 tensors of one size for "
+            "all CUDA devices, and finite numbers that random and numpy keep for the next call"
+        )
+
+
+def _is_normal(kept: Any) -> bool:
+    """Return whether a value is one that a generator keeps of a pair of normal numbers, or None."""
+    return kept is None or (isinstance(kept, float) and math.isfinite(kept))
 
 
 def restore_rng(saved: dict[str, Any]) -> None:
@@ -82,5 +88,9 @@ def _numpy_state() -> dict[str, Any]:
 
 
 def _numpy_tuple(saved: dict[str, Any]) -> tuple[str, np.ndarray, int, int, float]:
-    words = saved["words"].numpy().astype(np.uint32)
-    return _NUMPY_GENERATOR, words, saved["position"], saved["has_gauss"], saved["gauss"]
+    """Return the arguments of numpy.random.set_state. Raises: ValueError, numbers that are out of numpy's range."""
+    words, position = saved["words"].numpy(), saved["position"]
+    in_range = words.dtype == np.int64 and words.size > 0 and words.min() >= 0 and words.max() < 2**32
+    if not in_range or not 0 <= position <= words.size:
+        raise ValueError(f"position {position!r}: expected it among the words, int64 numbers from 0 to 2^32 - 1")
+    return _NUMPY_GENERATOR, words.astype(np.uint32), position, saved["has_gauss"], saved["gauss"]

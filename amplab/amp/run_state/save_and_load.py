@@ -21,28 +21,35 @@ A run with sharded parameters (FSDP2) is saved as a folder, by all ranks togethe
 """
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from functools import partial
+from itertools import chain
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from torch import Tensor
 from torch.amp import GradScaler
 from torch.nn import Module
+from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
 from amplab.amp.apex.functions import default_session
 from amplab.amp.apex.session import Session
 from amplab.amp.arguments import as_list
-from amplab.amp.run_state.checks import model_problems, optimizer_entry, optimizer_problems, scaler_problems
+from amplab.amp.run_state.checks import form_problems, model_problems, scale_problems, session_problems
 from amplab.amp.run_state.file_format import MissingRunState, RunStateError, read_run_state, write_run_state
-from amplab.amp.run_state.rng_state import capture_rng, checked_rng, restore_rng
+from amplab.amp.run_state.optimizer_checks import optimizer_entry, optimizer_problems
+from amplab.amp.run_state.rng_state import capture_rng, restore_rng, rng_problems
 from amplab.amp.run_state.sharded_folder import (
     has_shards,
     is_run_folder,
     on_every_rank,
     rank_file,
     read_shards,
+    tensors_of,
     write_run_folder,
 )
 
@@ -157,8 +164,8 @@ def load_run_state(
         restored, except on a rank that had no part in the saved run.
 
     Raises:
-        RunStateError: the file is truncated, damaged, of another format, or of another run; the message has the
-            differences.
+        RunStateError: the file is truncated, damaged, altered, of another format, or of another run; the message has
+            the differences. Of an error while values are copied, which a module's own hook can raise, too.
         RuntimeError: ``amp`` before its ``initialize``.
         TypeError: an argument of another type, or both ``amp`` and ``scaler``.
         OSError: there is no such file, which is a RunStateError, too; or it cannot be read.
@@ -167,21 +174,85 @@ def load_run_state(
     """
     models, optimizers, session = _checked(model, optimizer, amp, scaler)
     _refuse_missing(Path(path))
-    state, own = _read(Path(path), models, optimizers)
+    state, own = _read(Path(path), models, optimizers, scaler)
     notes = _left_out(state, models, optimizers, session, scaler)
     if not own:
         notes = (*notes, "saved by fewer ranks: the random states of this rank are not restored")
+    with _undone_on_error(Path(path)) as undo:
+        load = partial(_load, state, models, optimizers, session, scaler, undo)
+        on_every_rank(load) if is_run_folder(Path(path)) else load()
+        if own:
+            undo.append(partial(restore_rng, capture_rng()))
+            restore_rng(state["rng"])
+    return RunState(state["position"], state["extra"], notes)
+
+
+_Undo = list[Callable[[], object]]
+"""What takes back each part that has been loaded, in the order of loading."""
+
+
+@contextmanager
+def _undone_on_error(path: Path) -> Iterator[_Undo]:
+    """Take back everything that the block has loaded if it raises, as a hook or an extra state of a module can.
+
+    Raises:
+        RunStateError: the block raised an exception.
+    """
+    undo: _Undo = []
+    try:
+        yield undo
+    except BaseException as error:
+        for take_back in reversed(undo):
+            take_back()
+        if isinstance(error, RunStateError) or not isinstance(error, Exception):
+            raise
+        raise RunStateError(
+            f"{path} cannot be loaded into the arguments, and nothing was loaded: {type(error).__name__}: {error}. "
+            "Create models, optimizers and scaler as in the saved run, or read parts of the file with torch.load."
+        ) from error
+
+
+def _load(
+    state: dict[str, Any],
+    models: list[Module],
+    optimizers: list[Optimizer],
+    session: Session | None,
+    scaler: GradScaler | None,
+    undo: _Undo,
+) -> None:
+    """Load a checked state, the parts that can still refuse it first."""
     if session is not None and session.properties.enabled and state["amp"] is not None:
+        undo += [partial(setattr, each, "state", each.state) for each in session.scalers]
         session.load_state_dict(state["amp"])
     if scaler is not None and state["scaler"] is not None:
-        _load_scaler(path, scaler, state["scaler"])
-    for one, saved in zip(models, state["models"], strict=False):
-        one.load_state_dict(saved)
+        undo.append(partial(scaler.load_state_dict, scaler.state_dict()))
+        scaler.load_state_dict(state["scaler"])
     for each, entry in zip(optimizers, state["optimizers"], strict=False):
+        undo.append(partial(each.load_state_dict, each.state_dict()))
         each.load_state_dict(entry["state"])
-    if own:
-        restore_rng(state["rng"])
-    return RunState(state["position"], state["extra"], notes)
+    for one, saved in zip(models, state["models"], strict=False):
+        undo.append(_restorer(one))
+        one.load_state_dict(saved)
+
+
+def _restorer(model: Module) -> Callable[[], None]:
+    """Return a function that gives a model the values back that it has now."""
+    before = model.state_dict()
+    for name, value in before.items():  # in place, since a state_dict also has the versions of its modules
+        if isinstance(value, Tensor) and not is_lazy(value):
+            before[name] = value.detach().clone()
+    live = chain(model.named_parameters(remove_duplicate=False), model.named_buffers(remove_duplicate=False))
+    of_modules = before.keys() - {name for name, _ in live}
+
+    def restore() -> None:
+        tensors = before.copy()
+        for name in of_modules:
+            del tensors[name]
+        model.load_state_dict(tensors, strict=False)
+        with suppress(Exception):  # a module that refuses its own extra state
+            model.load_state_dict(before)
+
+    return restore
 
 
 def _checked(model: Any, optimizer: Any, amp: Any, scaler: Any) -> tuple[list[Module], list[Optimizer], Session | None]:
@@ -215,51 +286,53 @@ def _refuse_missing(path: Path) -> None:
     )
 
 
-def _read(path: Path, models: list[Module], optimizers: list[Optimizer]) -> tuple[dict[str, Any], bool]:
+def _read(
+    path: Path, models: list[Module], optimizers: list[Optimizer], scaler: GradScaler | None
+) -> tuple[dict[str, Any], bool]:
     """Return a state that matches the models and optimizers, and whether it is the state of this rank."""
     if not is_run_folder(path):
         state = read_run_state(path)
-        _refuse_other_run(path, state, models, optimizers)
+        _refuse_other_run(path, state, models, optimizers, scaler)
+        _refuse_empty_tensors(path, state, models, optimizers)
         return state, True
 
     def checked() -> tuple[dict[str, Any], bool]:
         state, own = rank_file(path)
-        _refuse_other_run(path, state, models, optimizers)
+        _refuse_other_run(path, state, models, optimizers, scaler)
         return state, own
 
     state, own = on_every_rank(checked)
-    return read_shards(path, state, models, optimizers), own
+    filled = read_shards(path, state, models, optimizers)
+    on_every_rank(lambda: _refuse_empty_tensors(path, filled, models, optimizers))
+    return filled, own
 
 
-def _refuse_other_run(path: Any, state: dict[str, Any], models: list[Module], optimizers: list[Optimizer]) -> None:
+def _refuse_other_run(
+    path: Path, state: dict[str, Any], models: list[Module], optimizers: list[Optimizer], scaler: GradScaler | None
+) -> None:
     """Raise an error with all mismatches."""
-    problems = [
+    problems = list(form_problems(state)) or [
         *model_problems(models, state["models"]),
         *optimizer_problems(optimizers, state["optimizers"]),
-        *scaler_problems(state["amp"] or {}),
+        *session_problems(state["amp"] or {}),
+        *(scale_problems(state["scaler"]) if scaler is not None and scaler.is_enabled() and state["scaler"] else ()),
+        *rng_problems(state["rng"]),
     ]
-    try:
-        checked_rng(state["rng"])
-    except ValueError as error:
-        problems.append(str(error))
     if problems:
         raise RunStateError(
-            f"{path} does not match the arguments, and nothing was loaded: {'; '.join(problems)}. Create models and "
-            "optimizers as in the saved run, or read parts of the file with torch.load."
+            f"{path} does not match the arguments, and nothing was loaded: {'; '.join(problems)}. Create models, "
+            "optimizers and scaler as in the saved run, or read parts of the file with torch.load."
         )
 
 
-def _load_scaler(path: Any, scaler: GradScaler, saved: dict[str, Any]) -> None:
-    """Load the scaler first, since only it can check its state; restore its old state if it refuses."""
-    before = scaler.state_dict()
-    try:
-        scaler.load_state_dict(saved)
-    except (KeyError, TypeError, ValueError, AttributeError, RuntimeError) as error:
-        scaler.load_state_dict(before)
+def _refuse_empty_tensors(path: Path, state: dict[str, Any], models: list[Module], optimizers: list[Optimizer]) -> None:
+    """Raise an error for tensors without values, as the file of one rank of a sharded run has them."""
+    wanted = [*state["models"][: len(models)], *state["optimizers"][: len(optimizers)]]
+    if any(tensor.is_meta for _, tensor in tensors_of(wanted)):
         raise RunStateError(
-            f"{path}: {type(scaler).__name__} cannot load the saved state of a scaler with the keys {sorted(saved)} "
-            f"({error}), and nothing was loaded. Pass a scaler of the same kind as in the saved run, or omit scaler."
-        ) from error
+            f"{path} has tensors without values, and nothing was loaded. If it is rank_0.pt or the like, load the "
+            f"folder of the sharded run, {path.parent}; else copy it again from an intact source."
+        )
 
 
 def _left_out(

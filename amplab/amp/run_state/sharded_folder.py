@@ -22,10 +22,10 @@ from torch import Tensor
 from torch.nn import Module
 from torch.optim import Optimizer
 
-from amplab.amp.run_state.file_format import RunStateError, read_run_state, write_run_state
+from amplab.amp.run_state.file_format import MissingRunState, RunStateError, read_run_state, write_run_state
 from amplab.scalers import is_sharded
 
-__all__ = ["has_shards", "is_run_folder", "on_every_rank", "rank_file", "read_shards", "write_run_folder"]
+__all__ = ["has_shards", "is_run_folder", "on_every_rank", "rank_file", "read_shards", "tensors_of", "write_run_folder"]
 
 Value = TypeVar("Value")
 _Place = tuple[Any, ...]
@@ -34,7 +34,7 @@ _Place = tuple[Any, ...]
 
 def has_shards(state: Any) -> bool:
     """Return whether a state of `save_run_state` holds a DTensor."""
-    return any(is_sharded(tensor) for _, tensor in _tensors(state))
+    return any(is_sharded(tensor) for _, tensor in tensors_of(state))
 
 
 def is_run_folder(path: Path) -> bool:
@@ -56,7 +56,7 @@ def write_run_folder(path: Path, state: dict[str, Any]) -> None:
     partial = path.with_name(f".{path.name}.partial")
     first = dist.get_rank() == 0
     on_every_rank(lambda: _make_folder(path, partial) if first else None)
-    shards = {_key(place): tensor for place, tensor in _tensors(state) if is_sharded(tensor)}
+    shards = {_key(place): tensor for place, tensor in tensors_of(state) if is_sharded(tensor)}
     on_every_rank(lambda: write_run_state(partial / _name(dist.get_rank()), _without_shards(state)))
     dcp.state_dict_saver.save(shards, checkpoint_id=partial)
     on_every_rank(lambda: _put_in_place(path, partial) if first else None)
@@ -74,7 +74,10 @@ def rank_file(path: Path) -> tuple[dict[str, Any], bool]:
     folder = _present(path)
     rank = dist.get_rank() if dist.is_initialized() else 0
     own = folder / _name(rank)
-    return read_run_state(own if own.exists() else folder / _name(0)), own.exists()
+    file = own if own.exists() else folder / _name(0)
+    if not file.exists():
+        raise MissingRunState(f"{path} has no {file.name}: expected a folder of save_run_state; give the path of one.")
+    return read_run_state(file), own.exists()
 
 
 def read_shards(
@@ -88,21 +91,36 @@ def read_shards(
         models: sharded over any number of ranks, or not sharded.
         optimizers: of their parameters.
 
+    Raises:
+        RunStateError: the shards are damaged, belong to another run, or their list names code to run; on every rank.
+
     Sync: many.
     """
     import torch.distributed.checkpoint as dcp  # takes a second, which only sharded runs need
+    from torch.distributed.checkpoint.api import CheckpointException
+
+    from amplab.amp.run_state.shard_reader import ShardReader
 
     model_states = [model.state_dict() for model in models]
     params = [[param for group in each.param_groups for param in group["params"]] for each in optimizers]
     targets = {
         _key(place): torch.empty_like(like, dtype=tensor.dtype, requires_grad=False)
-        for place, tensor in _tensors(state)
+        for place, tensor in tensors_of(state)
         if tensor.is_meta and (like := _like(place, model_states, params)) is not None
     }
     if targets:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
-            dcp.state_dict_loader.load(targets, checkpoint_id=_present(path))
+            reader = on_every_rank(lambda: ShardReader(_present(path)))
+            try:
+                dcp.state_dict_loader.load(targets, storage_reader=reader)
+            except CheckpointException as error:  # on every rank
+                rank, (raised, _) = next(iter(error.failures.items()))
+                raise RunStateError(
+                    f"The shards in {path} cannot be read, and nothing was loaded. Rank {rank}: "
+                    f"{type(raised).__name__}: {raised}. Copy the folder again from an intact source, or load an "
+                    "earlier one."
+                ) from None
     filled: dict[str, Any] = _replaced(state, (), lambda place, tensor: targets.get(_key(place), tensor))
     return filled
 
@@ -175,12 +193,12 @@ def _like(place: _Place, models: Sequence[Mapping[str, Any]], optimizers: Sequen
     return None
 
 
-def _tensors(value: Any, place: _Place = ()) -> Iterator[tuple[_Place, Tensor]]:
+def tensors_of(value: Any, place: _Place = ()) -> Iterator[tuple[_Place, Tensor]]:
     """Yield every tensor of a state with its place."""
     if isinstance(value, Tensor):
         yield place, value
     for key, child in _items(value):
-        yield from _tensors(child, (*place, key))
+        yield from tensors_of(child, (*place, key))
 
 
 def _replaced(value: Any, place: _Place, change: Callable[[_Place, Tensor], Tensor]) -> Any:

@@ -66,8 +66,9 @@ class _StateScope(Scope):
     def _end(self, thread: CastingThread) -> None:
         if self._replaced is None:
             return
-        for mode in thread.modes:
-            mode.rest()
+        if self in thread.scopes:
+            for mode in thread.modes:
+                mode.engine.withdraw(mode)
         thread.scopes, thread.installed = self._replaced.scopes, self._replaced.installed
         set_function_modes(self._replaced.function_modes)
         thread.refresh()

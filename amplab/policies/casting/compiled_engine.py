@@ -11,13 +11,14 @@ from __future__ import annotations
 
 import types
 from collections.abc import Callable, Iterable, Iterator
+from typing import Literal
 
 from amplab.kernels import DispatchCasts
 from amplab.kernels.dispatch_casts import CASTS, ON_CPU, PRODUCT, CastPlan, overloads
 from amplab.policies.casting.engine import CastingEngine
 from amplab.policies.casting.explanation import Explanation
 from amplab.policies.casting.half_on_cpu import PRODUCTS, HalfMode
-from amplab.policies.casting.thread_scopes import THREAD, CastingMode, Scope
+from amplab.policies.casting.thread_scopes import THREAD, CastingMode
 from amplab.policies.policy.precision_policy import PrecisionPolicy
 from amplab.policies.tables.apex_table import APEX
 from amplab.policies.tables.op_table import CastPolicy, OpRule, OpTable, resolve
@@ -49,6 +50,7 @@ class CompiledEngine(CastingEngine):
       between two uses in one region (neither can torch.autocast); call `clear_cache` after such a change.
     - It gives no reasons: inside `explaining()` it raises an error. The default engine makes the same casts
       with reasons.
+    - A disabled region of torch.autocast inside disables its casts for every device type.
     - It does not support torch.compile; use the default engine.
     - It supports lists only: a policy with rules or a simulated format needs the default engine.
 
@@ -99,11 +101,14 @@ class CompiledEngine(CastingEngine):
         return self._casts.kept
 
     def is_live(self) -> bool:
-        """Return whether the topmost mode of the thread is of this engine and was entered in the same backward pass."""
-        # In a backward pass (a recomputation), the enclosing region casts nothing, so the engine is entered again.
+        """Return whether the topmost mode of the thread is of this engine and casts the next op."""
+        # In a backward pass (a recomputation) and in a disabled region of torch.autocast, the enclosing region casts
+        # nothing, so the engine is entered again.
         modes = THREAD.own.modes
         top = modes[-1] if modes else None
-        return isinstance(top, CompiledMode) and top.engine is self and top.task == self._casts.task()
+        if not isinstance(top, CompiledMode) or top.engine is not self:
+            return False
+        return (top.task, top.torch_nesting) == (self._casts.task(), self._casts.torch_nesting())
 
     def push(self, mode: CastingMode | CompiledMode) -> None:
         """Do nothing: the kernel sees every op."""
@@ -117,7 +122,6 @@ class CompiledEngine(CastingEngine):
     def withdraw(self, mode: CastingMode | CompiledMode) -> None:
         """End the mode; a second call does nothing."""
         mode.rest()
-        mode.entered_by = None
 
     def give_plan(self, mode: CastingMode | CompiledMode, half_mode: HalfMode, casts: bool, explained: bool) -> None:  # noqa: ARG002  no explanations here
         """Set the plan of `mode` for these switches."""
@@ -156,35 +160,37 @@ class CompiledMode:
     Attributes:
         engine: the engine that the plan belongs to.
         task: the backward pass in which it was entered, or -1.
+        torch_nesting: how many regions of torch.autocast were open then.
         live: whether this is the mode that casts for its device type.
         explanation: None; the thread sets it.
         keeps_flag: True: the kernel works only while `AUTOCAST_FLAG` is set, which it sets itself.
     """
 
-    __slots__ = ("_enter", "_plan", "engine", "entered_by", "explanation", "has_ended", "live", "task")
+    __slots__ = ("_enter", "_plan", "engine", "explanation", "has_ended", "live", "task", "torch_nesting")
     keeps_flag = True
 
     def __init__(self, engine: CompiledEngine, casts: DispatchCasts) -> None:
-        self.engine, self.task, self._enter = engine, casts.task(), casts.enter
-        self._plan: CastPlan | None = None
+        self.engine, self._enter = engine, casts.enter
+        self.task, self.torch_nesting = casts.task(), casts.torch_nesting()
+        self._plan: CastPlan | Literal["changing"] | None = None
         self.live = False
         self.explanation: Explanation | None = None
-        self.entered_by: Scope | None = None
         self.has_ended: Callable[[], bool] | None = None
 
     def cast_by(self, plan: CastPlan) -> None:
         """From now on, cast the arguments of this thread's ops as `plan` says."""
         if plan is not self._plan:
-            self._plan = plan
-            self._enter(plan.address, self.task)
+            self._plan = "changing"  # until it is set: after an interrupt both methods set it again
+            self._enter(plan.address, self.task, self.torch_nesting)
             THREAD.own.flagged = True
+            self._plan = plan
 
     def rest(self) -> None:
         """Cast nothing until the next plan is set."""
         if self._plan is not None:
-            self._plan = None
-            self._enter(None, self.task)
+            self._enter(None, self.task, self.torch_nesting)
             THREAD.own.flagged = False
+            self._plan = None
 
 
 def _claims(rows: Iterable[OpRule]) -> dict[str, OpRule]:

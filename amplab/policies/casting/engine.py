@@ -9,15 +9,17 @@ engine that is active in one thread casts nothing in another. `thread_scopes` tr
 
 from __future__ import annotations
 
+import functools
 import itertools
 import weakref
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from torch._C import _get_function_stack_at, _len_torch_function_stack, _push_on_torch_function_stack
 from torch.compiler import is_dynamo_compiling
 
 from amplab.policies.casting.half_on_cpu import HalfMode
-from amplab.policies.casting.plan import KeptPlan, Plan, build_plan, on_device
+from amplab.policies.casting.plan import KeptPlan, Plan, build_plan, on_device, torch_nesting
 from amplab.policies.casting.steps import CastCache, NoCastCache
 from amplab.policies.casting.thread_scopes import (
     THREAD,
@@ -28,6 +30,7 @@ from amplab.policies.casting.thread_scopes import (
     insert_above_device,
     remove,
 )
+from amplab.policies.casting.torch_regions import meet_torch_region
 from amplab.policies.policy.precision_policy import PrecisionPolicy
 
 if TYPE_CHECKING:
@@ -58,7 +61,12 @@ class CastingEngine:
             (`mixed_arguments`).
         device_type: cast only ops with a tensor on such a device, e.g. "cuda"; None for every device.
         cache_enabled: whether casts of Parameters are cached.
+
+    Attributes:
+        ends_casts: whether it stands for a disabled region of torch.autocast.
     """
+
+    ends_casts = False
 
     def __init__(
         self, policy: PrecisionPolicy | None = None, *, device_type: str | None = None, cache_enabled: bool = True
@@ -146,7 +154,10 @@ class CastingEngine:
     def is_live(self) -> bool:
         """Whether the topmost mode of the calling thread belongs to this engine and intercepts the next op."""
         modes = THREAD.own.modes
-        return bool(modes) and modes[-1].engine is self and _is_pushed(modes[-1])
+        top = modes[-1] if modes else None
+        if top is None or top.engine is not self or not _is_pushed(top):
+            return False
+        return top.torch_nesting == torch_nesting()  # not so in a disabled region that torch.compile traces
 
     def new_mode(self) -> CastingMode | CompiledMode:
         """Return a mode of this engine that casts nothing yet."""
@@ -160,7 +171,6 @@ class CastingEngine:
     def withdraw(self, mode: CastingMode | CompiledMode) -> None:
         """Remove a mode of this engine; a second call does nothing."""
         mode.rest()
-        mode.entered_by = None
         if isinstance(mode, CastingMode):
             mode.withdrawn = True
             if not remove(mode):  # perhaps it handles a call, after which torch pushes it again
@@ -170,6 +180,11 @@ class CastingEngine:
     def drop_ended_scopes() -> None:
         """Leave the scopes of the calling thread that have ended, and update the plans of its modes."""
         THREAD.own.drop_ended()
+
+    @staticmethod
+    def meet_torch_region(mode: CastingMode, func: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+        """Follow a region of torch.autocast that is entered or left inside `mode`; see `torch_regions`."""
+        return meet_torch_region(mode, func, args, _uncast_engine)
 
     def give_plan(self, mode: CastingMode | CompiledMode, half_mode: HalfMode, casts: bool, explained: bool) -> None:
         """Set the plan of `mode` for this combination of switches."""
@@ -187,13 +202,22 @@ class CastingEngine:
         """The plan for this combination of switches, built on first use."""
         key = (half_mode, casts, explained)
         if key not in self._plans:
-            self._plans[key] = KeptPlan(self.new_plan(half_mode, casts, explained))
+            casts_nothing = not casts or (self.policy.table is None and not self.policy.by_function)
+            uncast = None if casts_nothing else functools.partial(self.plan, half_mode, False, explained)
+            self._plans[key] = KeptPlan(self.new_plan(half_mode, casts, explained), uncast)
         return self._plans[key]
 
     def new_plan(self, half_mode: HalfMode, casts: bool, explained: bool) -> Plan:
         """Build the plan for this combination of switches; `plan` keeps it."""
         plan = build_plan(self.policy, self._cache, half_mode, casts, explained)
         return plan if self.device_type is None else on_device(plan, self.device_type)
+
+
+@functools.cache
+def _uncast_engine(device_type: str) -> CastingEngine:
+    engine = CastingEngine(PrecisionPolicy(table=None), device_type=device_type)
+    engine.ends_casts = True
+    return engine
 
 
 _NUMBERS = itertools.count()

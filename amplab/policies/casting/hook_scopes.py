@@ -25,11 +25,11 @@ def no_graph_of_its_own(hook: _Hook) -> _Hook:
     torch calls the hooks of a compiled module outside of the module's graph. There the compiler would trace each hook
     alone, and what a traced hook enters is not bound to the frame of the call: an interrupt would leave it on.
 
-    Reference: torch._dynamo.skip, here for all that `hook` calls, too. torch.compiler.disable would break graphs.
+    Reference: torch._dynamo.skip, here for all that `hook` calls, too (importing torch._dynamo would take seconds).
+    torch.compiler.disable would break graphs.
     """
-    if hasattr(eval_frame, "_FrameExecStrategy"):  # since torch 2.7; importing torch._dynamo would take seconds
-        skip = eval_frame._FrameAction.SKIP
-        eval_frame.set_code_exec_strategy(hook.__code__, eval_frame._FrameExecStrategy(skip, skip))
+    skip = eval_frame._FrameAction.SKIP
+    eval_frame.set_code_exec_strategy(hook.__code__, eval_frame._FrameExecStrategy(skip, skip))
     return hook
 
 

@@ -17,6 +17,7 @@ from __future__ import annotations
 import copy
 import functools
 import itertools
+import operator
 import types
 import weakref
 from collections.abc import Callable
@@ -24,6 +25,7 @@ from sys import _getframe
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.amp import autocast_mode
 from torch.compiler import is_dynamo_compiling
 
 from amplab.policies.casting.explanation import ExplainedPlan, reporting_run, reporting_step
@@ -37,6 +39,7 @@ from amplab.policies.casting.steps import (
     floating_tensors,
     lies_on,
     make_step,
+    refuse_export,
     restoring_step,
 )
 from amplab.policies.policy.precision_policy import PrecisionPolicy
@@ -56,6 +59,7 @@ __all__ = [
     "composites_of",
     "on_device",
     "opened",
+    "torch_nesting",
     "_step_name",
 ]
 
@@ -71,18 +75,21 @@ class KeptPlan:
     Attributes:
         get: function -> step, or None for a function that runs as it is.
         name: what torch.compile guards.
+        uncast: () -> the plan of the same engine while casts are disabled; None for a plan that casts nothing.
     """
 
-    def __init__(self, steps: Plan) -> None:
+    def __init__(self, steps: Plan, uncast: Callable[[], KeptPlan] | None = None) -> None:
+        steps.update(_REPORTS)
         for func in _CALLED_BY_INDUCTOR & steps.keys():
             steps[func] = _spares_inductor(steps[func])
         self.get: Callable[[Callable[..., Any]], Step | None] = steps.get
         self.name = f"plan_{next(_NUMBERS)}"
+        self.uncast = uncast
         _BY_NAME[self.name] = self
 
-    def traced_step(self, func: Callable[..., Any]) -> Step | None:
-        """As `get`, for torch.compile."""
-        name = _step_name(self.name, func)
+    def traced_step(self, func: Callable[..., Any], torch_nesting: str) -> Step | None:
+        """As `get`, for torch.compile; `torch_nesting` is that of the mode."""
+        name = _step_name(self.name, func, torch_nesting)
         step: Step | None = None if name is None else getattr(self, name)
         return step
 
@@ -102,21 +109,47 @@ def _spares_inductor(step: Step) -> Step:
     return sparing
 
 
+_UP_AND_DOWN = torch.autocast_increment_nesting, torch.autocast_decrement_nesting
+
+
+def torch_nesting() -> str:
+    """The number of open regions of torch.autocast. (torch.compile would make an integer a symbol.) Sync: none."""
+    _, nesting = map(operator.call, _UP_AND_DOWN)  # no line between the two, so that no interrupt leaves one out
+    return str(nesting)
+
+
+# torch.compile calls this while it traces, where the regions of the traced function are open.
+torch_nesting._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+
+def _report(mode: CastingMode, func: Callable[..., Any], args: tuple[Any, ...], _kwargs: dict[str, Any]) -> Any:
+    return mode.engine.meet_torch_region(mode, func, args)
+
+
+_REPORTS: Plan = dict.fromkeys((autocast_mode._enter_autocast, autocast_mode._exit_autocast), _report)
 _NUMBERS = itertools.count()
 _BY_NAME: weakref.WeakValueDictionary[str, KeptPlan] = weakref.WeakValueDictionary()
 NO_PLAN = KeptPlan({})
 """The plan of a mode that casts nothing."""
 
 
-def _step_name(plan: str, func: Callable[..., Any]) -> str | None:
+def _step_name(plan: str, func: Callable[..., Any], nesting: str) -> str | None:
     """The attribute of the plan of this name that is the step of `func`; None where it has none."""
     kept = _BY_NAME[plan]
     step = kept.get(func)
+    if kept.uncast is not None and int(torch_nesting()) > int(nesting) and not _torch_casts():
+        step = kept.uncast().get(func)  # the traced function has entered a disabled region of torch.autocast
     if step is None:
         return None
+    if kept.uncast is not None:
+        refuse_export()
     name = f"step_{id(step)}"
     setattr(kept, name, step)
     return name
+
+
+def _torch_casts() -> bool:
+    return torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda")
 
 
 # torch.compile calls this instead of tracing it. The attribute is the one that torch.compiler.assume_constant_result

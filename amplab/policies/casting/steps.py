@@ -39,6 +39,7 @@ __all__ = [
     "lowered",
     "make_step",
     "raised",
+    "refuse_export",
     "restoring_step",
     "widest",
 ]
@@ -258,6 +259,7 @@ def lowered(values: Iterable[Any], dtype: torch.dtype, cache: CastCache) -> list
                 return None
             result.append(kind(inner))
         elif isinstance(value, Tensor):
+            refuse_export()
             return None
         else:
             result.append(value)
@@ -289,6 +291,7 @@ def raised(values: Iterable[Any]) -> list[Any] | None:
                 return None
             result.append(kind(inner))
         elif isinstance(value, Tensor):
+            refuse_export()
             return None
         else:
             result.append(value)
@@ -309,8 +312,19 @@ def floating_tensors(values: Iterable[Any]) -> list[Tensor] | None:
                 return None
             found += inner
         elif isinstance(value, Tensor):
+            refuse_export()
             return None
     return found
+
+
+def refuse_export() -> None:
+    """Raise RuntimeError if torch.export traces: it calls ops with tensor subclasses, and would export float32."""
+    if torch.compiler.is_exporting():
+        raise RuntimeError(
+            "torch.export cannot export the casts of amplab.autocast, of a policy or of O1: expected a model that "
+            "nothing casts. Export it outside the region and before initialize, or in torch.autocast; at O2 and O3 the "
+            "casts are exported."
+        )
 
 
 def lies_on(values: Iterable[Any], device_type: str) -> bool:

@@ -4,9 +4,9 @@ A scope is one entry into something that changes how the ops of a thread are cas
 `cpu_half`, `explaining`. It ends with its block, or, if a hook enters it, with the call that the hook belongs to.
 
 The code at either end may not run: torch skips the hook after a call that is interrupted, and an interrupt may come
-before the first line of `__exit__`. Therefore every scope stores the frame that it ends with, and has ended when that
-frame no longer runs. `CastingThread.drop_ended` removes such scopes: whenever scopes are entered, left or read, and
-before each op while casts are disabled or while a hook's engine casts. Other ops have no overhead.
+before the first line of `__exit__`. Therefore every scope stores the frame that it ends with. The scope of a call has
+ended when that frame no longer runs, that of a block when the frame executes an instruction outside of the block.
+`CastingThread.drop_ended` removes such scopes when scopes are entered or read, and before each op that a mode sees.
 
 A mode looks up each op in its plan. Everything that changes what a mode does replaces the plan.
 """
@@ -14,13 +14,13 @@ A mode looks up each op in its plan. Everything that changes what a mode does re
 from __future__ import annotations
 
 import copy
+import dis
 import functools
 import inspect
-import opcode
 import threading
 from collections.abc import Callable
 from sys import _getframe
-from types import FrameType
+from types import CodeType, FrameType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -32,12 +32,13 @@ from torch._C import (
 )
 from torch._C._dynamo import eval_frame
 from torch.compiler import is_dynamo_compiling
+from torch.fx.experimental.proxy_tensor import PreDispatchTorchFunctionMode
 from torch.overrides import TorchFunctionMode
 from torch.utils._device import DeviceContext
 
 from amplab.policies.casting.explanation import Explanation
 from amplab.policies.casting.half_on_cpu import DEFAULT_HALF_MODE, HalfMode
-from amplab.policies.casting.plan import NO_PLAN
+from amplab.policies.casting.plan import NO_PLAN, torch_nesting
 
 if TYPE_CHECKING:
     from amplab.policies.casting.compiled_engine import CompiledMode
@@ -73,15 +74,13 @@ AUTOCAST_FLAG = "ipu"
 autocast is on for some device type. The kernel of compiled engines has its key.
 """
 
+_NOWHERE: frozenset[int] = frozenset()
 _SUSPENDABLE = inspect.CO_GENERATOR | inspect.CO_COROUTINE | inspect.CO_ASYNC_GENERATOR
 
 
 def is_running(frame: FrameType) -> bool:
     """Return whether `frame` is on the stack of the calling thread. The time is proportional to the frames above it."""
-    return _leads_to(frame, _getframe(1))
-
-
-def _leads_to(frame: FrameType, caller: FrameType | None) -> bool:
+    caller: FrameType | None = _getframe(1)
     while caller is not None:
         if caller is frame:
             return True
@@ -102,16 +101,19 @@ class Scope:
         mode: the mode that the engine has pushed; None if the engine was casting already.
         frame: the frame that the scope ends with; None if it ends only with `leave`.
         by_hook: whether a hook has entered the scope for the length of a call.
+        watched: the frame that ops look at: `frame` for a block, its caller for a call; None if they do not look.
+        places: the instructions of `watched` that it executes while the scope is open. A call may have ended there,
+            too: `has_ended` is exact.
     """
 
     mode: CastingMode | CompiledMode | None = None
     frame: FrameType | None = None
     by_hook = False
+    watched: FrameType | None = None
+    places: frozenset[int] = _NOWHERE
     _thread: CastingThread | None = None
     _outer: _Switches | None = None
     _left = False
-    _caller: FrameType | None = None
-    _place = 0
     _depth = 2
 
     def __init__(
@@ -129,7 +131,20 @@ class Scope:
         return self.enter(None if is_dynamo_compiling() else _getframe(1))
 
     def __exit__(self, *_error: object) -> None:
-        self.leave()
+        """Leave; does nothing if the scope has ended already. Scopes may end in any order.
+
+        If another thread calls it, for example because the garbage collector closes a generator there, the scope ends
+        at the next call of amplab in its own thread.
+        """
+        try:
+            self._leave()
+        except BaseException:  # an interrupt; finish anyway
+            self._leave()
+            raise
+
+    def leave(self) -> None:
+        """As `__exit__`."""
+        self.__exit__()
 
     def __call__(self, func: Callable[..., Any]) -> Callable[..., Any]:
         """Return `func` with its body inside the scope."""
@@ -145,52 +160,43 @@ class Scope:
         """Enter, until `leave` or until `frame` ends.
 
         Args:
-            frame: the frame with the `with` statement; for a hook, the frame that runs the call. A generator does not
-                count, since its frame does not run while the code around it does.
+            frame: the frame with the `with` statement; for a hook, the frame that runs the call.
             by_hook: whether a hook enters the scope for the length of a call.
         """
-        if by_hook and frame is not None:
-            self.frame, self.by_hook, self._caller = frame, True, frame.f_back
-            self._place = -1 if self._caller is None else self._caller.f_lasti
-        elif frame is not None and not frame.f_code.co_flags & _SUSPENDABLE:
-            self.frame, self._place = frame, frame.f_lasti
+        if frame is not None:
+            self.by_hook, self.watched = by_hook, frame.f_back if by_hook else frame
+            if self.watched is not None:
+                place = self.watched.f_lasti
+                self.places = frozenset((place,)) if by_hook else _block_at(frame.f_code, place)
         try:
             thread = self._thread = THREAD.own
             if thread.scopes or thread.may_be_pushed_again:
-                thread.drop_ended(frame)
+                thread.drop_ended()
             self._begin(thread)
+            if by_hook or self.places:  # else entered by a call, such as ExitStack.enter_context
+                self.frame = frame
+            return self.explanation
         except BaseException:
             self.leave()
             raise
-        return self.explanation
-
-    def leave(self) -> None:
-        """Leave; does nothing if the scope has ended already. Scopes may end in any order.
-
-        If another thread calls it, for example because the garbage collector closes a generator there, the scope ends
-        at the next call of amplab in its own thread.
-        """
-        self._left = True
-        thread = self._thread
-        if thread is None:
-            return
-        if thread is not THREAD.own:
-            thread.left_elsewhere = True
-            return
-        try:
-            self._end(thread)
-        except BaseException:  # an interrupt; finish anyway
-            self._end(thread)
-            raise
 
     def has_ended(self) -> bool:
-        """Whether the frame that this scope ends with no longer runs."""
-        if self._left or self.frame is None or is_running(self.frame):
+        """Whether the call or the block that this scope belongs to has ended."""
+        if self._left or self.frame is None:
             return self._left
-        if self.by_hook or _is_with_statement(self.frame, self._place):
-            return True
-        self.frame = None  # entered by a call, such as ExitStack.enter_context: its end is not that of the frame
-        return False
+        if self.by_hook:
+            return not is_running(self.frame)
+        return self.is_past() and not _is_leaving(self.frame)
+
+    def is_past(self) -> bool:
+        """Whether this is the scope of a block whose frame executes another instruction, perhaps that which leaves."""
+        return self.frame is not None and not self.by_hook and self.frame.f_lasti not in self.places
+
+    def is_running_block(self) -> bool:
+        """Whether this is the scope of a block that runs, so that all blocks and calls around it do."""
+        frame = self.frame
+        suspendable = frame is None or self.by_hook or frame.f_code.co_flags & _SUSPENDABLE
+        return not suspendable and not self.is_past()
 
     def has_ended_before_op(self) -> bool:
         """As `has_ended`, for `CastingMode.__torch_function__`: first checks the depth at which the frame was last."""
@@ -210,21 +216,11 @@ class Scope:
             depth, caller = depth + 1, caller.f_back
         return self.has_ended()
 
-    def seems_ended(self) -> bool:
-        """Whether the call has certainly ended, because its caller executes another instruction.
-
-        torch's module call handles exceptions, so it continues after each call. A walk along the stack before each op
-        would take about 1 us; this takes 0.1 us.
-        """
-        return self._caller is not None and self._caller.f_lasti != self._place
-
     def _begin(self, thread: CastingThread) -> None:
         thread.scopes.append(self)
         engine = self.engine
         if engine is not None and not engine.is_live():
             self.mode = mode = engine.new_mode()
-            if self.by_hook:
-                mode.entered_by = self
             engine.push(mode)
         self.apply(thread)
         if self.mode is not None or engine is None:
@@ -242,19 +238,30 @@ class Scope:
         if self.explanation is not None:
             thread.explanation = self.explanation
 
+    def _leave(self) -> None:
+        self._left = True
+        thread = self._thread
+        if thread is None:
+            return
+        if thread is THREAD.own:
+            self._end(thread)
+        else:
+            thread.left_elsewhere = True
+
     def _end(self, thread: CastingThread) -> None:
+        """Undo `_begin`. The scope is listed until all is undone, so that `drop_ended` finishes what is interrupted."""
         scopes, mode, engine = thread.scopes, self.mode, self.engine
         if mode is not None:
             mode.engine.withdraw(mode)
         if scopes and scopes[-1] is self and self._outer is not None:
-            scopes.pop()
             thread.modes, thread.disabled, thread.half_mode, thread.explanation = self._outer
             if mode is not None or engine is None:
-                thread.give_plans()
+                thread.give_plans(without=self)
+            scopes.pop()
         else:
+            thread.refresh(without=self)
             if self in scopes:
                 scopes.remove(self)
-            thread.refresh()
         if engine is None:
             return
         for scope in scopes:
@@ -263,9 +270,40 @@ class Scope:
         engine.clear_cache()
 
 
-def _is_with_statement(frame: FrameType, place: int) -> bool:
-    code = frame.f_code.co_code
-    return 0 <= place < len(code) and opcode.opname[code[place]] == "BEFORE_WITH"
+def _is_leaving(frame: FrameType) -> bool:
+    """Whether `frame` runs and calls the `__exit__` of a block."""
+    callee: FrameType | None = None
+    caller: FrameType | None = _getframe(1)
+    while caller is not None and caller is not frame:
+        callee, caller = caller, caller.f_back
+    return caller is not None and callee is not None and callee.f_code.co_name == "__exit__"
+
+
+_BLOCKS: dict[tuple[int, int], tuple[CodeType, frozenset[int]]] = {}
+"""What `_block_at` has returned, by the id of the code, since its hash takes microseconds."""
+
+
+def _block_at(code: CodeType, place: int) -> frozenset[int]:
+    """Return the instructions of the block that the `with` statement at `place` begins; empty if there is none."""
+    known = _BLOCKS.get((id(code), place))
+    if known is None:
+        if len(_BLOCKS) >= 1024:
+            _BLOCKS.clear()
+        known = _BLOCKS[id(code), place] = code, _find_block(code, place)
+    return known[1]
+
+
+def _find_block(code: CodeType, place: int) -> frozenset[int]:
+    if dis.opname[code.co_code[place]] != "BEFORE_WITH":
+        return frozenset()
+    table = dis._parse_exception_table(code)  # type: ignore[attr-defined]  # dis shows the same table as text
+    handler_of = {at: entry.target for entry in table for at in range(entry.start, entry.end, 2)}
+    handler = handler_of[place + 2]  # calls `__exit__` after an exception in the block
+
+    def is_inside(at: int) -> bool:
+        return at in handler_of and (handler_of[at] == handler or is_inside(handler_of[at]))
+
+    return frozenset(filter(is_inside, handler_of))
 
 
 _Modes = tuple["CastingMode | CompiledMode", ...]
@@ -283,32 +321,28 @@ class CastingThread:
         half_mode: how CPU halves are multiplied; None for the default.
         explanation: the explanation that steps report to; None if explanations are not requested.
         may_be_pushed_again: whether a mode that its engine has withdrawn may still be on the stack of function modes.
+        torch_regions: the disabled regions of torch.autocast that are open, each with its nesting count and its scope.
         left_elsewhere: whether another thread has left one of the scopes.
-        flagged: whether `AUTOCAST_FLAG` is set.
+        flagged: whether `AUTOCAST_FLAG` is set; None after an interrupt while it was changed.
     """
 
     def __init__(self) -> None:
         self.scopes: list[Scope] = []
         self.installed: list[CastingMode | CompiledMode] = []
+        self.torch_regions: list[tuple[int, Scope]] = []
         self.modes: _Modes = ()
         self.disabled: tuple[Scope, ...] = ()
         self.half_mode: HalfMode | None = None
         self.explanation: Explanation | None = None
-        self.may_be_pushed_again = self.left_elsewhere = self.flagged = False
+        self.may_be_pushed_again = self.left_elsewhere = False
+        self.flagged: bool | None = False
 
-    def drop_ended(self, caller: FrameType | None = None) -> None:
-        """Leave the scopes whose frame no longer runs, since their own exit has not run.
-
-        Args:
-            caller: a running frame at which the search begins; by default the caller of the calling function.
-        """
+    def drop_ended(self) -> None:
+        """Leave the scopes whose call or block has ended, since their own exit has not run."""
         if (not self.scopes and not self.may_be_pushed_again) or is_dynamo_compiling():
             return
-        if not (self.may_be_pushed_again or self.left_elsewhere):
-            last = self.scopes[-1]
-            above = caller or _getframe(1).f_back
-            if last.frame is not None and not last.by_hook and _leads_to(last.frame, above):
-                return  # a block runs: the frames of earlier scopes, which call its frame, run too
+        if not (self.may_be_pushed_again or self.left_elsewhere) and self.scopes[-1].is_running_block():
+            return
         self.left_elsewhere = False
         for scope in [scope for scope in reversed(self.scopes) if scope.has_ended()]:
             scope.leave()
@@ -317,24 +351,41 @@ class CastingThread:
                 remove(mode)
                 self.may_be_pushed_again = False
 
-    def refresh(self) -> None:
-        """Set all switches again from the open scopes, after scopes have not ended in order."""
+    def refresh(self, *, without: Scope | None = None) -> None:
+        """Set all switches again from the open scopes, `without` one that ends now."""
         self.modes, self.disabled, self.half_mode, self.explanation = tuple(self.installed), (), None, None
         for scope in self.scopes:
-            scope.apply(self)
-        self.give_plans()
+            if scope is not without:
+                scope.apply(self)
+        self.give_plans(without=without)
 
-    def give_plans(self) -> None:
+    def give_plans(self, *, without: Scope | None = None) -> None:
         """Give the live modes their plans, and every other mode the empty plan.
 
         Only the topmost mode casts, so that an op is cast once; modes with a device type each meet different ops.
+
+        Args:
+            without: a scope that ends now.
         """
         modes = self.modes
         if len(modes) == 1:  # a region that is entered in every step
             self._give_plan(modes[0])
         elif modes:
             self._share_plans(modes)
+        if modes and not is_dynamo_compiling():
+            self._watch(without)
         self._set_flag()
+
+    def _watch(self, without: Scope | None) -> None:
+        """Let the live modes look at the innermost scope before each op."""
+        frame, places = None, _NOWHERE
+        for scope in reversed(self.scopes):
+            if scope.places and scope is not without:
+                frame, places = scope.watched, scope.places
+                break
+        for mode in self.modes:
+            if mode.live and isinstance(mode, CastingMode):
+                mode.watched, mode.places = frame, places
 
     def _share_plans(self, modes: _Modes) -> None:
         seen: set[str | None] = set()
@@ -355,9 +406,9 @@ class CastingThread:
         mode.engine.give_plan(
             mode, self.half_mode or DEFAULT_HALF_MODE, len(self.disabled) == 0, self.explanation is not None
         )
-        mode.has_ended = None if mode.entered_by is None else mode.entered_by.seems_ended
+        mode.has_ended = None
         for scope in self.disabled:
-            if scope.frame is not None:
+            if scope.by_hook:
                 mode.has_ended = scope.has_ended_before_op
 
     def _set_flag(self) -> None:
@@ -368,11 +419,13 @@ class CastingThread:
                 break
         if wanted is self.flagged:
             return
-        self.flagged = wanted
+        is_cast_elsewhere = False
         if not wanted and not is_dynamo_compiling() and _len_torch_function_stack():
             # autograd hands function modes and torch's flags to its threads, and not THREAD
-            wanted = not self.modes and any(map(_casts, function_modes()))
-        torch.set_autocast_enabled(AUTOCAST_FLAG, wanted)
+            is_cast_elsewhere = not self.modes and any(map(_casts, function_modes()))
+        self.flagged = None
+        torch.set_autocast_enabled(AUTOCAST_FLAG, wanted or is_cast_elsewhere)
+        self.flagged = wanted
 
 
 def _casts(mode: TorchFunctionMode) -> bool:
@@ -480,8 +533,10 @@ def casting_engine(device_type: str) -> CastingEngine | None:
 # -- the function modes of a thread ------------------------------------------------------------
 
 
-class CastingMode(TorchFunctionMode):
+class CastingMode(PreDispatchTorchFunctionMode):
     """One entry of an engine on one thread's stack of function modes.
+
+    By its base class, regions of torch.autocast inside it are reported to it (see `torch_regions`).
 
     Attributes:
         engine: the engine whose plan the mode carries.
@@ -489,34 +544,37 @@ class CastingMode(TorchFunctionMode):
         live: whether this is the mode that casts, for its device type.
         explanation: where steps report to while somebody reads explanations.
         withdrawn: whether its engine has taken it off.
-        entered_by: the scope that a hook has entered the mode with; None for a mode that a block has entered.
-        has_ended: called before each op: whether a scope that the plan depends on has ended; None where none can.
+        watched, places: those of the innermost scope: it may have ended if `watched` executes another instruction.
+        has_ended: called before each op: whether a call in which casts are disabled has ended; None outside of one.
         keeps_flag: False: `AUTOCAST_FLAG` is set only while the lists cast.
+        torch_nesting: `torch_nesting()` when the mode was made or got the last report of a region of torch.autocast.
     """
 
     live = withdrawn = keeps_flag = False
     explanation: Explanation | None = None
-    entered_by: Scope | None = None
+    watched: FrameType | None = None
+    places: frozenset[int] = _NOWHERE
     has_ended: Callable[[], bool] | None = None
 
     def __init__(self, engine: CastingEngine) -> None:
         """Start with an empty plan; `CastingThread.give_plans` gives a plan to the live mode."""
         self.engine = engine  # TorchFunctionMode has no state of its own
         self.plan = NO_PLAN
+        self.torch_nesting = torch_nesting()
 
     def rest(self) -> None:
         """Cast nothing until the next plan."""
-        self.plan, self.has_ended = NO_PLAN, None
+        self.plan, self.has_ended, self.watched = NO_PLAN, None, None
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         """Run the step of `func`, or `func` itself if the plan has no step for it."""
         if is_dynamo_compiling():
-            step = self.plan.traced_step(func)
+            step = self.plan.traced_step(func, self.torch_nesting)
         else:
-            has_ended = self.has_ended
-            if has_ended is not None and has_ended():
+            watched, has_ended = self.watched, self.has_ended
+            if (watched is not None and watched.f_lasti not in self.places) or (has_ended is not None and has_ended()):
                 self.engine.drop_ended_scopes()
             step = self.plan.get(func)
         if step is None:
@@ -524,13 +582,12 @@ class CastingMode(TorchFunctionMode):
         return step(self, func, args, kwargs or {})
 
 
-if hasattr(eval_frame, "_FrameExecStrategy"):  # since torch 2.7
-    # torch.compile traces the casts as a part of a graph. Between graphs it must not trace them as one of their own:
-    # there it takes the dtype that `tensor.dtype` returns for an integer.
-    eval_frame.set_code_exec_strategy(
-        CastingMode.__torch_function__.__code__,
-        eval_frame._FrameExecStrategy(eval_frame._FrameAction.SKIP, eval_frame._FrameAction.DEFAULT),
-    )
+# torch.compile traces the casts as a part of a graph. Between graphs it must not trace them as one of their own: there
+# it takes the dtype that `tensor.dtype` returns for an integer.
+eval_frame.set_code_exec_strategy(
+    CastingMode.__torch_function__.__code__,
+    eval_frame._FrameExecStrategy(eval_frame._FrameAction.SKIP, eval_frame._FrameAction.DEFAULT),
+)
 
 
 def function_modes() -> list[TorchFunctionMode]:

@@ -177,7 +177,7 @@ TORCH_CPU = OpTable(
 """The lists of torch.autocast("cpu")."""
 
 _SUPPORTED = {
-    *("max_pool3d", "adaptive_avg_pool3d", "adaptive_max_pool3d", "max_unpool", "pad", "trace"),
+    *("max_pool3d", "adaptive_avg_pool3d", "adaptive_max_pool3d", "max_unpool", "pad"),
     *("fake_quantize_per_tensor_affine", "fractional_max_pool2d", "fractional_max_pool3d", "grid_sampler"),
 }
 """Ops on the float32 list that have 16-bit CPU kernels by now."""

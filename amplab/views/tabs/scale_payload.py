@@ -18,7 +18,7 @@ from amplab.display.numbers import count, percent, power
 from amplab.formats import FLOAT16
 from amplab.lab import GradientSample, History
 from amplab.lab.history import extreme_rows
-from amplab.scalers import PUBLISHED_RULES, DynamicScale, ScalePath, steps_lost
+from amplab.scalers import PUBLISHED_RULES, DynamicScale, ScalePath, ScaleState, steps_lost
 
 __all__ = ["OWN", "FollowedScale", "ScaleSetting", "clean_steps", "dynamics", "own_rule", "what_if_payload"]
 
@@ -213,7 +213,7 @@ def what_if_payload(history: History, own: DynamicScale) -> dict[str, Any]:
     paths = history.scale_paths(rules)
     used, skipped = history.column("loss_scale"), history.column("skipped")
     last = history.last
-    recorded = ScalePath(used, skipped, skips=True, next_scale=1.0 if last is None else last.next_loss_scale)
+    recorded = ScalePath(used, skipped, skips=True, end=ScaleState(1.0 if last is None else last.next_loss_scale))
     samples = _spread_samples(history)
     runs = [
         _run("recorded", recorded, skipped, samples),
@@ -233,7 +233,7 @@ def _run(name: str, path: ScalePath, recorded_skips: np.ndarray, samples: list[G
         "skipped": f"{len(over):,}" if path.lost_from is None else "none",
         "lost": "–" if lost is None else _signed(lost),
         "gradients": "–" if share is None else percent(share),
-        "last": power(path.next_scale, raised=True) if len(path.scales) else "–",
+        "last": power(path.end.scale, raised=True) if len(path.scales) else "–",
         "ended": None if len(path.scales) == len(recorded_skips) else len(path.scales) - 1,
     }
 

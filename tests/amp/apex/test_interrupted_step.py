@@ -1,10 +1,8 @@
 """What begins with a step ends with it, by an exception and by an interrupt in any line of amplab too."""
 
-import sys
-from pathlib import Path
-
 import pytest
 import torch
+from interrupts import interrupted_everywhere
 from torch import nn
 from torch.nn import functional as F
 
@@ -13,7 +11,6 @@ from amplab import amp
 from amplab.policies import casts_enabled
 
 HALF = torch.float16
-PACKAGE = str(Path(amplab.__file__).parent)
 
 
 class Failing(torch.optim.SGD):
@@ -156,49 +153,13 @@ def test_a_step_inside_of_a_step_ends_for_itself():
     assert product() is HALF
 
 
-class Interrupting:
-    """Raise KeyboardInterrupt before line number ``at`` of amplab; count the lines, each once in each call.
-
-    Once, since Python handles no signal where a line of ``with`` comes again, before `__exit__` is called.
-    """
-
-    def __init__(self, at):
-        self.at, self.lines = at, set()
-
-    def __call__(self, frame, event, _arg):
-        if not frame.f_code.co_filename.startswith(PACKAGE):
-            return self if event == "call" else None
-        if event == "line" and (frame, frame.f_lineno) not in self.lines:
-            self.lines.add((frame, frame.f_lineno))
-            if len(self.lines) == self.at:
-                sys.settrace(None)
-                raise KeyboardInterrupt
-        return self
-
-
-def interrupted(step, at):
-    watch = Interrupting(at)
-    sys.settrace(watch)
-    try:
-        step()
-    except KeyboardInterrupt:
-        pass
-    finally:
-        sys.settrace(None)
-        torch.set_grad_enabled(True)  # torch's own step leaves it off when it is interrupted as it ends
-    return len(watch.lines)
-
-
 @pytest.mark.filterwarnings("ignore:Loss scaler 0 has skipped")
 @pytest.mark.parametrize("factor", [1.0, 1e30], ids=["stepped", "skipped"])
 def test_an_interrupt_in_any_line_of_a_step_leaves_the_casts_on(factor):
     model, optimizer = made(torch.optim.SGD, on_collapse="warn")
     optimizer.step()  # makes the plan without casts
     backward(model, optimizer, factor)
-    for at in range(1, 1000):
-        lines = interrupted(optimizer.step, at)
-        assert product() is HALF, f"after an interrupt in line {at} of the step"
-        if lines < at:
-            return
+    for interrupt in interrupted_everywhere(optimizer.step):
+        torch.set_grad_enabled(True)  # torch's own step leaves it off when it is interrupted as it ends
+        assert product() is HALF, interrupt
         backward(model, optimizer, factor)
-    pytest.fail("the step has no end")

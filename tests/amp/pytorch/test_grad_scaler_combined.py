@@ -41,7 +41,7 @@ def test_a_scale_of_zero_does_not_stay_in_the_buffers(problem):
     weights = [param.detach().clone() for param in model.parameters()]
     for scale in (128.0, 0.0, 128.0):
         scaler.scale(torch.zeros(()))
-        scaler.update(scale)
+        scaler._scale.fill_(scale)  # update(0.0) is refused
         optimizer.zero_grad(set_to_none=False)
         scaler.scale(problem.loss(model, 1)).backward()
         scaler.step(optimizer)

@@ -13,7 +13,7 @@ from torch.amp.grad_scaler import OptState
 from amplab.amp import GradScaler
 from amplab.scalers import DynamicScale
 
-INF = float("inf")
+INF, NAN = float("inf"), float("nan")
 BOTH = pytest.mark.parametrize("scaler_type", [torch.amp.GradScaler, GradScaler], ids=["torch", "amplab"])
 
 
@@ -83,7 +83,6 @@ def test_update_without_checks_is_refused_and_unscale_is_enough(scaler_type):
         {"growth_interval": 2},
         {"growth_interval": 1, "init_scale": 3e38},
         {"growth_interval": 0},
-        {"growth_interval": -1},
         {"init_scale": 1000.1, "growth_factor": 1.7, "backoff_factor": 0.3, "growth_interval": 1},
     ],
     ids=str,
@@ -118,14 +117,72 @@ def test_verdicts_of_all_optimizers_move_one_scale(scaler_type):
 
 
 @BOTH
-def test_the_numbers_have_getters_and_unchecked_setters(scaler_type):
+def test_the_numbers_have_getters_and_setters(scaler_type):
     scaler = scaler_type("cpu")
     assert (scaler.get_growth_factor(), scaler.get_backoff_factor(), scaler.get_growth_interval()) == (2.0, 0.5, 2000)
-    scaler.set_growth_factor(0.5)
-    scaler.set_backoff_factor(3.0)
-    scaler.set_growth_interval(-1)
-    assert (scaler.get_growth_factor(), scaler.get_backoff_factor(), scaler.get_growth_interval()) == (0.5, 3.0, -1)
+    scaler.set_growth_factor(1.0)
+    scaler.set_backoff_factor(1.0)
+    scaler.set_growth_interval(0)
+    assert (scaler.get_growth_factor(), scaler.get_backoff_factor(), scaler.get_growth_interval()) == (1.0, 1.0, 0)
     assert scaler._get_growth_tracker() == 0
+
+
+BAD_NUMBERS = {
+    "init_scale": [NAN, INF, -1.0, 0.0, 1e39],
+    "growth_factor": [NAN, INF, -2.0, 0.0, 0.5],
+    "backoff_factor": [NAN, INF, -0.5, 0.0, 1.5],
+    "growth_interval": [-1],
+}
+
+
+@pytest.mark.parametrize(("name", "value"), [(name, value) for name, bad in BAD_NUMBERS.items() for value in bad])
+def test_bad_numbers_are_refused_by_constructor_setter_and_checkpoint(name, value):
+    with pytest.raises(ValueError, match=re.escape(f"{name}={value}: expected a")):
+        GradScaler("cpu", **{name: value})
+    scaler = GradScaler("cpu")
+    before = scaler.state_dict()
+    if name == "init_scale":
+        entry, bad = "scale", value if value != 0.0 else -0.5  # torch's scale can fall to 0
+    else:
+        entry, bad = name, value
+        with pytest.raises(ValueError, match=re.escape(f"{name}={value}: expected a")):
+            getattr(scaler, f"set_{name}")(value)
+    with pytest.raises(ValueError, match=re.escape(f"state_dict['{entry}'] = {bad!r}: expected a")):
+        scaler.load_state_dict({**before, entry: bad})
+    assert scaler.state_dict() == before
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [{"_growth_tracker": -1}, {"_growth_tracker": 2**31}, {"growth_interval": 0.5}, {"growth_factor": True}]
+    + [{"rule_state": bad} for bad in ([], {"scale": NAN}, {"scale": "1"}, {"clean_steps": -1})],
+)  # fmt: skip
+def test_a_checkpoint_with_other_bad_entries_changes_nothing(wrong):
+    for scaler in (GradScaler("cpu"), GradScaler("cpu", rule=DynamicScale())):
+        before = scaler.state_dict()
+        with pytest.raises(ValueError, match="expected"):
+            scaler.load_state_dict({**before, **wrong})
+        assert scaler.state_dict() == before
+
+
+@pytest.mark.parametrize("new_scale", [NAN, INF, -INF, -2.0, 0, 1e39])
+@pytest.mark.parametrize("rule", [None, DynamicScale()])
+def test_update_refuses_numbers_that_are_no_scale(rule, new_scale):
+    scaler = GradScaler("cpu", rule=rule)
+    scaler.scale(torch.tensor(1.0))
+    with pytest.raises(ValueError, match=re.escape(f"new_scale={new_scale}")):
+        scaler.update(new_scale)
+    assert scaler.get_scale() == 2.0**16
+
+
+@pytest.mark.parametrize("bad", [NAN, INF, -2.0, 0.0])
+@pytest.mark.parametrize("rule", [None, DynamicScale()])
+def test_a_tensor_that_is_no_scale_leaves_the_scale(rule, bad):
+    scaler = GradScaler("cpu", rule=rule)
+    scaler.scale(torch.tensor(1.0))
+    for given, scale in ((bad, 2.0**16), (4.0, 4.0)):
+        scaler.update(torch.tensor(given))
+        assert scaler.get_scale() == scale
 
 
 @BOTH

@@ -30,10 +30,14 @@ REFUSED = [
     (SAVED | {"scale": float("nan")}, ValueError, "state_dict['scale'] = nan: expected a finite number >= 0"),
     (SAVED | {"scale": float("inf")}, ValueError, "state_dict['scale'] = inf: expected a finite number >= 0"),
     (SAVED | {"scale": True}, ValueError, "state_dict['scale'] = True: expected a finite number >= 0"),
-    (SAVED | {"growth_factor": None}, ValueError, "state_dict['growth_factor'] = None: expected a number"),
-    (SAVED | {"growth_interval": 2.5}, ValueError, "state_dict['growth_interval'] = 2.5: expected a whole number >= 0"),
-    (SAVED | {"_growth_tracker": -3}, ValueError, "state_dict['_growth_tracker'] = -3: expected a whole number >= 0"),
-    (SAVED | {"rule_state": 3}, ValueError, "state_dict['rule_state'] = 3: expected the dict that state_dict() wrote"),
+    (SAVED | {"growth_factor": None}, ValueError, "state_dict['growth_factor'] = None: expected a finite number"),
+    (SAVED | {"growth_interval": 2.5}, ValueError, "state_dict['growth_interval'] = 2.5: expected a whole number"),
+    (SAVED | {"_growth_tracker": -3}, ValueError, "state_dict['_growth_tracker'] = -3: expected a whole number"),
+    (
+        SAVED | {"rule_state": 3},
+        ValueError,
+        "state_dict['rule_state'] = 3: expected the dict that state_dict() returned",
+    ),
     (SAVED | {"losses": 3}, ValueError, "state_dict['losses'] = 3: expected a list of states"),
     (SAVED | {"losses": [3]}, ValueError, "The state has 2 losses, and this scaler has num_losses=1"),
 ]

@@ -196,6 +196,7 @@ def sparse(values, dtype=torch.float32):
     return torch.sparse_coo_tensor(indices, torch.tensor(values, dtype=dtype), (4, 4), check_invariants=True)
 
 
+@pytest.mark.filterwarnings("ignore:Sparse invariant checks:UserWarning")  # torch 2.12
 @pytest.mark.parametrize("scaler_type", BOTH, ids=["torch", "amplab"])
 @pytest.mark.parametrize("bad", [None, INF, NAN])
 def test_sparse_gradients_are_unscaled_and_checked(scaler_type, bad):

@@ -45,6 +45,31 @@ def test_a_crash_before_the_rename_leaves_the_checkpoint_before(tmp_path):
     (partial,) = (each for each in tmp_path.iterdir() if each != path)
     assert re.fullmatch(r"\.run\.pt\.[0-9a-f]{8}\.partial", partial.name)
     assert torch.equal(torch.load(partial)["position"], torch.full((1000,), 2))  # the write had indeed ended
+    amp.save_run_state(path, position=3)  # removes it
+    assert list(tmp_path.iterdir()) == [path]
+
+
+@pytest.mark.skipif(os.name != "posix", reason="flock")
+def test_what_another_process_still_writes_is_not_removed(tmp_path):
+    path = tmp_path / "run.pt"
+    slow = subprocess.Popen(
+        [
+            sys.executable,
+            "-c",
+            "import sys; from pathlib import Path; from amplab.amp.run_state.file_format import write_atomically\n"
+            "def write(file):\n    file.write(b'slow'); print(flush=True); sys.stdin.read()\n"
+            f"write_atomically(Path({str(path)!r}), write)",
+        ],
+        cwd=ROOT,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+    )
+    assert slow.stdout.readline() == b"\n"
+    write_atomically(path, lambda file: file.write(b"quick"))
+    slow.communicate(b"")
+    assert slow.returncode == 0
+    assert path.read_bytes() == b"slow"
+    assert list(tmp_path.iterdir()) == [path]
 
 
 @pytest.mark.skipif(os.name != "posix", reason="limits the size of files by setrlimit")

@@ -140,7 +140,8 @@ def test_settings_of_a_scale(style):
 
 
 def test_a_look_at_a_step(loop, capsys):
-    exec(remedy("scale-collapse", loop.style), loop.names())
+    names = {**loop.names(), "batch": loop.x, "loss_of": lambda model, batch: model(batch).sum()}
+    exec(remedy("scale-collapse", loop.style), names)
     assert capsys.readouterr().out == "None\n"
 
 

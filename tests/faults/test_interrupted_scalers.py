@@ -1,0 +1,165 @@
+"""After an interrupt anywhere in GradScaler's calls, no step takes scaled gradients, and none is taken twice."""
+
+import contextlib
+import itertools
+from collections.abc import Callable, Iterator
+from functools import partial
+
+import pytest
+import torch
+from interrupts import PACKAGE, Interrupt, interrupted
+from torch import nn
+
+import amplab
+from amplab.amp import GradScaler
+
+MAKERS = {
+    "sgd": lambda params: torch.optim.SGD(params, lr=0.25),
+    "fused": lambda params: torch.optim.SGD(params, lr=0.25, fused=True),
+    "amplab": lambda params: amplab.optimizers.FusedSGD(params, lr=0.25),
+}
+
+
+class Loop:
+    """Two parameters with a gradient of 1; each step subtracts 0.25."""
+
+    def __init__(self, kind, *, explicit=False):
+        self.params = [nn.Parameter(torch.zeros(2)) for _ in range(2)]
+        self.optimizer = MAKERS[kind](self.params)
+        self.scaler = GradScaler("cpu", growth_interval=1000)
+        self.explicit = explicit
+
+    def backward(self):
+        self.optimizer.zero_grad()
+        self.scaler.scale(torch.stack([param.sum() for param in self.params]).sum()).backward()
+
+    def finish(self):
+        if self.explicit:
+            self.scaler.unscale_(self.optimizer)
+        self.scaler.step(self.optimizer)
+        self.scaler.update()
+
+    def step(self):
+        self.scaler.step(self.optimizer)
+
+    def iterate(self):
+        self.backward()
+        self.finish()
+
+    @property
+    def steps(self):
+        """The number of steps of each element."""
+        return {value / -0.25 for param in self.params for value in param.tolist()}
+
+
+def interrupted_loops(
+    make: Callable[[], Loop], call: Callable[[Loop], object], every: int
+) -> Iterator[tuple[Interrupt, Loop]]:
+    """Yield a new loop for each point of the scaler at which `call` is interrupted."""
+    for at in itertools.count(1, every):
+        loop = make()
+        interrupt = interrupted(partial(call, loop), at, folders=[f"{PACKAGE}/amp/pytorch"])
+        if interrupt is None:
+            return
+        yield interrupt, loop
+
+
+def begun(kind: str, explicit: bool = False) -> Loop:
+    """Return a loop after one iteration and the backward of the second."""
+    loop = Loop(kind, explicit=explicit)
+    loop.iterate()
+    loop.backward()
+    return loop
+
+
+def overflowed() -> Loop:
+    """Return a loop after a step that was skipped."""
+    loop = Loop("sgd")
+    loop.backward()
+    loop.params[0].grad.fill_(torch.inf)
+    loop.step()
+    return loop
+
+
+def refusal_of(call: Callable[[], object]) -> str:
+    """Return the message with which `call` is refused, "" if it is not."""
+    try:
+        call()
+    except RuntimeError as refusal:
+        return str(refusal)
+    return ""
+
+
+# A generator that was interrupted can meet the interrupt again when it is deleted.
+pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+EVERY = pytest.mark.parametrize("every", [4, pytest.param(1, marks=pytest.mark.long)])
+
+
+@EVERY
+@pytest.mark.parametrize(
+    ("kind", "explicit"), [("sgd", False), ("sgd", True), ("fused", False), ("amplab", False), ("amplab", True)]
+)
+def test_the_next_iteration_is_right_wherever_the_last_was_interrupted(kind, explicit, every):
+    tried = between_calls = 0
+    for interrupt, loop in interrupted_loops(partial(begun, kind, explicit), Loop.finish, every):
+        tried += 1
+        before = loop.steps
+        assert before in ({1.0}, {2.0}), interrupt
+        loop.backward()
+        refusal = refusal_of(loop.finish)  # no step of 65536
+        if refusal:  # the interrupt was before or after a call, which only the loop can know
+            assert "Call update()" in refusal or "Call it between" in refusal, interrupt
+            between_calls += 1
+            loop.scaler.update()
+            loop.iterate()
+        assert loop.steps == {each + 1 for each in before}, interrupt
+        assert loop.scaler.get_scale() == 2.0**16
+    assert tried > 60 / every
+    assert between_calls < 8
+
+
+@EVERY
+@pytest.mark.parametrize("kind", MAKERS)
+def test_a_step_that_is_called_again_is_taken_once_at_most(kind, every):
+    """Without a backward in between the gradients may be unscaled or not: it refuses, or steps for the first time."""
+    for interrupt, loop in interrupted_loops(partial(begun, kind), Loop.step, every):
+        refusal = refusal_of(loop.step)
+        assert refusal == "" or "interrupted" in refusal or "already been called" in refusal, interrupt
+        assert loop.steps in ({1.0}, {2.0}), interrupt
+        loop.scaler.update()
+
+
+@EVERY
+def test_an_update_that_is_called_again_moves_the_scale_once_at_most(every):
+    for interrupt, loop in interrupted_loops(overflowed, lambda loop: loop.scaler.update(), every):
+        with contextlib.suppress(AssertionError):  # it was complete
+            loop.scaler.update()
+        assert loop.scaler.get_scale() in (2.0**15, 2.0**16), interrupt
+        loop.iterate()
+        assert loop.steps == {1.0}, interrupt
+
+
+@EVERY
+def test_gradients_that_an_interrupt_has_left_are_not_added_to(every):
+    refused = 0
+    for interrupt, loop in interrupted_loops(partial(begun, "sgd"), Loop.step, every):
+        before = loop.steps
+        loop.scaler.scale(torch.stack([param.sum() for param in loop.params]).sum()).backward()  # no zero_grad
+        refusal = refusal_of(loop.step)
+        # Where it is not refused, both gradients were scaled.
+        assert loop.steps == (before if refusal else {each + 2 for each in before}), interrupt
+        refused += "added to it" in refusal
+    assert refused > 10 / every
+
+
+def test_an_error_of_the_optimizer_is_no_interrupt():
+    loop = Loop("sgd")
+    loop.backward()
+    hook = loop.optimizer.register_step_pre_hook(lambda *_: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        loop.step()
+    hook.remove()
+    loop.scaler.step(loop.optimizer)  # as with torch's class
+    assert loop.steps == {1.0}
+    with pytest.raises(RuntimeError, match="already been called"):
+        loop.scaler.step(loop.optimizer)

@@ -1,0 +1,201 @@
+"""An interrupt at any point of a block that casts: the next op is not cast, before any call of amplab and after one."""
+
+from contextlib import contextmanager
+
+import pytest
+import torch
+from interrupts import interrupted_everywhere
+from torch.overrides import _get_current_function_mode_stack
+
+import amplab
+from amplab.policies import (
+    CastingEngine,
+    CompiledEngine,
+    PrecisionPolicy,
+    casting_state,
+    casts_enabled,
+    cpu_half,
+    cpu_half_mode,
+    disable_casts,
+    explaining,
+    thread_engines,
+)
+from amplab.policies.casting.plan import torch_nesting
+from amplab.policies.casting.thread_scopes import AUTOCAST_FLAG
+
+# Python swallows what a finalizer raises.
+pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+
+X = torch.ones(2, 2)
+ENGINE = CastingEngine()
+BFLOAT16 = CastingEngine(PrecisionPolicy(compute_dtype=torch.bfloat16))
+REGION = amplab.autocast("cpu", torch.float16)
+
+
+def product():
+    return (X @ X).dtype
+
+
+def engine():
+    with ENGINE.active():
+        X @ X
+
+
+def region():
+    with amplab.autocast("cpu", torch.float16):
+        X @ X
+
+
+def region_that_is_entered_twice():
+    with REGION, REGION:
+        X @ X
+
+
+def disabled_region():
+    with amplab.autocast("cpu", torch.float16), amplab.autocast("cpu", enabled=False):
+        X @ X
+
+
+def disabled_casts():
+    with ENGINE.active(), disable_casts():
+        X @ X
+
+
+def switches():
+    with cpu_half("native"), explaining(), ENGINE.active():
+        X @ X
+
+
+def another_state():
+    with ENGINE.active():
+        state = casting_state()
+    with BFLOAT16.active(), state.active():
+        X @ X
+
+
+@amplab.autocast("cpu", torch.float16)
+def decorated():
+    X @ X
+
+
+@amplab.autocast("cpu", torch.float16)
+def decorated_generator():
+    yield X @ X
+    yield X @ X
+
+
+def generator():
+    for _ in decorated_generator():
+        X @ X
+
+
+@contextmanager
+def casting():
+    with ENGINE.active():
+        yield
+
+
+def context_manager():
+    with casting():
+        X @ X
+
+
+def returned_from_a_loop():
+    for round_ in range(2):
+        with ENGINE.active():
+            try:
+                X @ X
+            except ValueError:
+                continue
+            if round_:
+                return
+
+
+def goes_on():
+    """The function with the block goes on after an interrupt in it: its frame does not end."""
+    try:
+        with amplab.autocast("cpu", torch.float16):
+            X @ X
+    except KeyboardInterrupt:
+        assert product() is torch.float32
+    assert product() is torch.float32
+
+
+def same_block_again():
+    for _ in range(2):
+        try:
+            with amplab.autocast("cpu", torch.float16):
+                assert product() is torch.float16
+        except KeyboardInterrupt:
+            continue
+        assert product() is torch.float32
+
+
+BLOCKS = (
+    engine,
+    region,
+    region_that_is_entered_twice,
+    disabled_region,
+    disabled_casts,
+    switches,
+    another_state,
+    decorated,
+    generator,
+    context_manager,
+    returned_from_a_loop,
+    goes_on,
+    same_block_again,
+)
+
+
+def assert_nothing_is_on(interrupt, half_mode):
+    assert product() is torch.float32, interrupt
+    assert thread_engines() == (), interrupt
+    assert casts_enabled(), interrupt
+    assert cpu_half_mode() == half_mode, interrupt
+    assert not amplab.is_autocast_enabled("cpu"), interrupt
+    assert amplab.get_autocast_dtype("cpu") is torch.bfloat16, interrupt
+    assert _get_current_function_mode_stack() == [], interrupt
+    assert not torch.is_autocast_enabled(AUTOCAST_FLAG), interrupt
+    assert torch_nesting() == "0", interrupt
+
+
+@pytest.mark.parametrize("block", BLOCKS)
+def test_the_next_op_after_an_interrupt_at_any_point_is_not_cast(block):
+    half_mode = cpu_half_mode()
+    block()
+    for interrupt in interrupted_everywhere(block):
+        assert_nothing_is_on(interrupt, half_mode)
+
+
+def test_a_region_around_an_interrupted_one_casts_on():
+    with amplab.autocast("cpu", torch.bfloat16):
+        for interrupt in interrupted_everywhere(region):
+            assert product() is torch.bfloat16, interrupt
+            assert amplab.get_autocast_dtype("cpu") is torch.bfloat16, interrupt
+    assert product() is torch.float32
+
+
+def test_disabled_casts_of_an_installed_engine_end_with_their_block():
+    ENGINE.install()
+    try:
+        for interrupt in interrupted_everywhere(disabled_casts):
+            assert product() is torch.float16, interrupt
+    finally:
+        ENGINE.uninstall()
+
+
+def test_the_next_call_after_an_interrupt_of_a_compiled_engine_ends_it():
+    """The engine in C++ looks at no Python frame, so it is the next call of amplab that finds what has ended."""
+    half_mode, compiled = cpu_half_mode(), CompiledEngine()
+
+    def block():
+        with compiled.active(), disable_casts(), ENGINE.active():
+            X @ X
+        with ENGINE.active(), compiled.active():
+            X @ X
+
+    block()
+    for interrupt in interrupted_everywhere(block):
+        assert thread_engines() == (), interrupt
+        assert_nothing_is_on(interrupt, half_mode)

@@ -1,0 +1,163 @@
+"""An interrupt at any point of a training step: the step after it is bitwise right, and `reset` leaves nothing on."""
+
+import copy
+
+import pytest
+import torch
+from interrupts import interrupted, interrupted_everywhere
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.overrides import _get_current_function_mode_stack
+
+from amplab import amp
+from amplab.policies import thread_engines
+from amplab.policies.casting.thread_scopes import AUTOCAST_FLAG
+from amplab.scalers import Unscaler
+
+# Python swallows what a finalizer raises.
+pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+
+X = torch.randn(4, 8, generator=torch.Generator().manual_seed(0))
+TARGET = torch.tensor([0, 1, 2, 0])
+SESSIONS = {
+    "O1": {"opt_level": "O1"},
+    "O2": {"opt_level": "O2"},
+    "O1 combined": {"opt_level": "O1", "combine_grad": True},
+    "O2 combined": {"opt_level": "O2", "combine_grad": True},
+}
+
+
+class Training:
+    """A small model under a session, with one step of each kind."""
+
+    def __init__(self, **options):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8), nn.ReLU(), nn.Linear(8, 3))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        self.model, self.optimizer = amp.initialize(model, optimizer, verbosity=0, on_collapse="warn", **options)
+
+    def backward(self, factor=1.0, **delays):
+        loss = F.cross_entropy(self.model(X).float(), TARGET) * factor
+        with amp.scale_loss(loss, self.optimizer, **delays) as scaled_loss:
+            scaled_loss.backward()
+
+    def stepped(self):
+        self.backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+    def skipped(self):
+        self.backward(1e35)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+    def accumulated(self):
+        self.backward(delay_unscale=True)
+        self.backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+    def state(self):
+        masters = [param.detach() for param in amp.master_params(self.optimizer)]
+        parts = self.model.state_dict(), self.optimizer.state_dict(), amp.state_dict(), masters
+        return copy.deepcopy(parts)
+
+    def restore(self, state):
+        model, optimizer, scalers, masters = copy.deepcopy(state)
+        self.optimizer.zero_grad()
+        self.model.zero_grad()  # at O2 a backward with delay_unscale leaves its gradients on the half parameters
+        self.model.load_state_dict(model)
+        self.optimizer.load_state_dict(optimizer)
+        amp.load_state_dict(scalers)
+        for param, values in zip(amp.master_params(self.optimizer), masters, strict=True):
+            param.data.copy_(values)
+
+
+def values(state):
+    if isinstance(state, dict):
+        return [value for each in state.values() for value in values(each)]
+    if isinstance(state, list | tuple):
+        return [value for each in state for value in values(each)]
+    return [state.tolist() if isinstance(state, Tensor) else state]
+
+
+def right_step(options):
+    """The state after one step, and the state after the next."""
+    training = Training(**options)
+    training.stepped()
+    start = training.state()
+    training.stepped()
+    return start, values(training.state())
+
+
+def interrupts_of_first_steps(kind, options, every, first):
+    """Yield a session whose first step, which builds what later steps use, was interrupted, for each point."""
+    for at in range(first, 20_000, every):
+        training = Training(**options)
+        interrupt = interrupted(getattr(training, kind), at)
+        torch.set_grad_enabled(True)  # torch's own step leaves it off when it is interrupted as it ends
+        if interrupt is None:
+            return
+        yield interrupt, training
+    pytest.fail("the step has no end")
+
+
+def check_steps(kind, options, every, first=1):
+    start, right = right_step(options)
+    casts = options["opt_level"] == "O1"
+    for interrupt, training in interrupts_of_first_steps(kind, options, every, first):
+        assert (X @ X.T).dtype is (torch.float16 if casts else torch.float32), interrupt
+        training.restore(start)
+        training.stepped()
+        if kind == "skipped" and not amp.last_step(training.optimizer).stepped:  # the skip was still to come
+            training.restore(start)
+            training.stepped()
+        assert values(training.state()) == right, interrupt
+        amp.reset()
+        assert thread_engines() == (), interrupt
+        assert _get_current_function_mode_stack() == [], interrupt
+        assert not torch.is_autocast_enabled(AUTOCAST_FLAG), interrupt
+        model, optimizer = training.model, training.optimizer
+        assert not {**model._forward_hooks, **model._forward_pre_hooks}, interrupt
+        assert not {**optimizer._optimizer_step_pre_hooks, **optimizer._optimizer_step_post_hooks}, interrupt
+
+
+@pytest.fixture(autouse=True)
+def _ends_clean():
+    yield
+    amp.reset()
+
+
+@pytest.mark.filterwarnings("ignore:Loss scaler 0 has skipped")
+@pytest.mark.parametrize("options", SESSIONS.values(), ids=SESSIONS)
+@pytest.mark.parametrize("kind", ["stepped", "skipped", "accumulated"])
+def test_the_step_after_an_interrupt_is_right(kind, options):
+    check_steps(kind, options, every=101)
+
+
+@pytest.mark.long
+@pytest.mark.filterwarnings("ignore:Loss scaler 0 has skipped")
+@pytest.mark.parametrize("options", SESSIONS.values(), ids=SESSIONS)
+@pytest.mark.parametrize("kind", ["stepped", "skipped", "accumulated"])
+def test_the_step_after_an_interrupt_at_any_point_is_right(kind, options):
+    check_steps(kind, options, every=1)
+
+
+def test_parameters_whose_grouping_was_interrupted_are_grouped_again():
+    """Before, their gradients stayed scaled and found_inf 0: the list of parameters was known before its groups."""
+    param = nn.Parameter(torch.zeros(4))
+    for interrupt in interrupted_everywhere(lambda: first_use(param)):
+        param.grad = torch.full((4,), 8.0)
+        found_inf = UNSCALER[0].unscale_([param], 2.0)
+        assert param.grad.tolist() == [4.0] * 4, interrupt
+        param.grad = torch.full((4,), torch.inf)
+        assert UNSCALER[0].unscale_([param], 2.0, found_inf=found_inf).item() == 1.0, interrupt
+
+
+UNSCALER = [Unscaler()]
+
+
+def first_use(param):
+    UNSCALER[0] = Unscaler()
+    param.grad = torch.full((4,), 8.0)
+    UNSCALER[0].unscale_([param], 2.0)

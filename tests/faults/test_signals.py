@@ -1,0 +1,188 @@
+"""Real signals, threads and forks: the casts of each thread and process are those of its own policies."""
+
+import os
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+import amplab
+from amplab.policies import CastingEngine, PrecisionPolicy, thread_engines
+
+X = torch.randn(8, 16, generator=torch.Generator().manual_seed(0))
+SCRIPT = Path(__file__).with_name("signalled_training.py")
+
+
+def interrupts_and_losses(kind, seconds, seed=1):
+    command = [sys.executable, str(SCRIPT), kind, str(seconds), str(seed)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=seconds + 120, check=False)
+    assert done.returncode == 0, done.stderr
+    interrupts, lost = map(int, done.stdout.split())
+    return interrupts, lost
+
+
+@pytest.mark.skipif(os.name != "posix", reason="sends SIGINT")
+@pytest.mark.parametrize("kind", ["scale_loss", "autocast", "engine"])
+def test_training_goes_on_after_signals_at_random_times(kind):
+    interrupts, lost = interrupts_and_losses(kind, 2.0)
+    assert interrupts > 10
+    assert lost == 0
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("seed", [1, 2])
+@pytest.mark.parametrize("kind", ["scale_loss", "autocast", "engine"])
+def test_training_goes_on_after_thousands_of_signals(kind, seed):
+    interrupts, lost = interrupts_and_losses(kind, 60.0, seed)
+    assert interrupts > 1000
+    assert lost == 0
+
+
+POLICIES = (
+    {"enabled": False},
+    {"dtype": torch.float16},
+    {"dtype": torch.bfloat16},
+    {"policy": PrecisionPolicy.parse("apex/float16")},
+)
+
+
+def trained(options, model, steps):
+    """The weights after some steps in a region, with regions and engines nested inside."""
+    torch.manual_seed(0)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    engine = CastingEngine(PrecisionPolicy(compute_dtype=torch.bfloat16))
+    for step in range(steps):
+        with amplab.autocast("cpu", **options):
+            output = model(X)
+            with engine.active() if step % 3 == 0 else amplab.autocast("cpu", enabled=step % 2 == 0):
+                loss = (output @ output.T).float().square().mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    assert thread_engines() == ()
+    return [param.detach().clone() for param in model.parameters()]
+
+
+def made():
+    torch.manual_seed(1)
+    return nn.Sequential(nn.Linear(16, 16), nn.GELU(), nn.LayerNorm(16), nn.Linear(16, 4))
+
+
+def test_eight_threads_with_other_policies_train_bitwise_as_each_alone():
+    models = [made() for _ in range(8)]
+    together = [None] * 8
+
+    def work(place):
+        together[place] = trained(POLICIES[place % 4], models[place], 30)
+
+    threads = [threading.Thread(target=work, args=(place,)) for place in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    alone = [trained(options, made(), 30) for options in POLICIES]
+    for place, weights in enumerate(together):
+        assert weights is not None, f"thread {place} failed"
+        assert all(map(torch.equal, weights, alone[place % 4])), f"thread {place}"
+    assert not torch.equal(alone[0][0], alone[1][0])
+
+
+FORKS = """
+import os, sys, threading, time, warnings
+warnings.simplefilter("ignore")
+import torch
+import amplab
+from amplab.policies import CastingEngine, PrecisionPolicy
+
+torch.set_num_threads(1)
+X, ended = torch.ones(4, 4), threading.Event()
+
+
+def busy():
+    while not ended.is_set():
+        CastingEngine(PrecisionPolicy(compute_dtype=torch.bfloat16))
+        with amplab.autocast("cpu", torch.bfloat16):
+            X @ X
+
+
+def child():
+    inside = (X @ X).dtype
+    with amplab.autocast("cpu", torch.bfloat16):
+        nested = (X @ X).dtype
+    with amplab.autocast("cpu", enabled=False):
+        off = (X @ X).dtype
+    CastingEngine(PrecisionPolicy(compute_dtype=torch.bfloat16))
+    return (inside, nested, off) == (torch.float16, torch.bfloat16, torch.float32)
+
+
+def ends(pid, seconds):
+    end = time.monotonic() + seconds
+    while time.monotonic() < end:
+        done, status = os.waitpid(pid, os.WNOHANG)
+        if done:
+            return status == 0
+        time.sleep(0.002)
+    os.kill(pid, 9)
+    os.waitpid(pid, 0)
+    return None
+
+
+threads = [threading.Thread(target=busy) for _ in range(3)]
+for thread in threads:
+    thread.start()
+wrong = hung = 0
+with amplab.autocast("cpu", torch.float16):
+    X @ X
+    for _ in range(int(sys.argv[1])):
+        pid = os.fork()
+        if pid == 0:
+            os._exit(0 if child() else 1)
+        right = ends(pid, 30)
+        hung, wrong = hung + (right is None), wrong + (right is False)
+ended.set()
+for thread in threads:
+    thread.join()
+print(wrong, hung)
+"""
+
+
+def forks(number):
+    command = [sys.executable, "-c", FORKS, str(number)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=number * 2 + 120, check=False)
+    assert done.returncode == 0, done.stderr
+    return done.stdout.split()
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs os.fork")
+def test_a_forked_process_casts_as_the_thread_that_forked_it():
+    assert forks(20) == ["0", "0"]
+
+
+@pytest.mark.long
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs os.fork")
+def test_hundreds_of_forked_processes_cast_as_the_thread_that_forked_them():
+    assert forks(400) == ["0", "0"]
+
+
+class Images(torch.utils.data.Dataset):
+    def __len__(self):
+        return 8
+
+    def __getitem__(self, index):
+        with amplab.autocast("cpu", torch.bfloat16):
+            product = torch.ones(2, 2) @ torch.ones(2, 2)
+        return product.float(), int(product.dtype is torch.bfloat16)
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs os.fork")
+def test_workers_of_a_loader_that_start_inside_a_region_cast_by_their_own():
+    loader = torch.utils.data.DataLoader(Images(), batch_size=2, num_workers=2, multiprocessing_context="fork")
+    with amplab.autocast("cpu", torch.float16):
+        rows = list(loader)
+        assert (X @ X.T).dtype is torch.float16
+    assert len(rows) == 4
+    assert all(cast.all() for _, cast in rows)
