@@ -98,7 +98,7 @@ def open(
 
     If an experiment is running or paused, the dashboard shows that experiment, unchanged, and asks whether to continue
     it or to start the new one. A `config` that was not asked for before starts at once in place of a paused experiment,
-    which stays under *Runs*. Otherwise the dashboard shows a new experiment, with its run log in `runs_directory()`, and
+    which stays under *Runs*. Otherwise the dashboard shows a new experiment, with its log in `runs_directory()`, and
     offers to continue the last run of a kernel that has ended, from its last checkpoint.
 
     With `model` and `data` the experiment trains a model of your own. The lab needs fresh models and optimizers for
