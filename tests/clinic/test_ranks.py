@@ -14,8 +14,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from amplab import GradScaler, amp, doctor, watch
 from amplab.cli import main
-from amplab.diagnose import Findings
-from amplab.lab import load_run, run_csv
+from amplab.diagnose import Findings, examination
+from amplab.lab import load_run, rank_watch, run_csv
 from amplab.lab.html_report import report_html
 from amplab.parallel import DistributedDataParallel as ApexDDP
 from amplab.parallel import convert_syncbn_model
@@ -219,6 +219,7 @@ EXAMINED = {
 
 
 def every_case(rank: int, folder: Path) -> dict[tuple[str, bool], list[str]]:
+    rank_watch._WAIT = examination._RANKS_WAIT = 300.0  # for the other rank, on a machine however busy
     told = {("local SGD", False): averaged_now_and_then(rank, folder / "local")}
     for in_batches in (True, False):
         by_hand = f"by hand {in_batches}"
