@@ -72,10 +72,12 @@ def open_lab(options: argparse.Namespace) -> int:
     try:
         shipped = find_lessons()
         named, further = _lesson_and_arguments(options)
+        lesson = choose_lesson(shipped, "00" if named is None else named)
         if options.list:
-            print(lesson_table(lesson_rows(shipped, read_progress(progress_file(lessons_directory())))))
+            rows = lesson_rows(shipped, read_progress(progress_file(lessons_directory())))
+            chosen = lesson.relative_to(shipped).with_suffix("").as_posix()
+            print(lesson_table([row for row in rows if named is None or row.name == chosen]))
             return 0
-        lesson = choose_lesson(shipped, named)
         copies = copy_lessons(shipped, lessons_directory(), renew=options.renew)
         plan = plan_launch(
             copies.folder / lesson.relative_to(shipped),
@@ -98,17 +100,22 @@ def open_lab(options: argparse.Namespace) -> int:
     return launch(plan)
 
 
-def _lesson_and_arguments(options: argparse.Namespace) -> tuple[str, list[str]]:
-    """Return the lesson that is named, "00" if none is, and the arguments for JupyterLab, which start with a dash."""
+def _lesson_and_arguments(options: argparse.Namespace) -> tuple[str | None, list[str]]:
+    """Return the lesson that is named, None if none is, and the arguments for JupyterLab, which start with a dash."""
     words = list(options.words)
     named = options.notebook
-    if words and not words[0].startswith("-"):
+    if words and not _is_option(words[0]):
         if named is not None:
             raise LaunchError(f"{words[0]} and --notebook {named}: expected one lesson.")
         named = words.pop(0)
-    if words and not words[0].startswith("-"):
+    if words and not _is_option(words[0]):
         raise LaunchError(f"{words[0]}: expected one lesson, and arguments of JupyterLab only after --.")
-    return "00" if named is None else named, words
+    return named, words
+
+
+def _is_option(word: str) -> bool:
+    """Whether a word is an option: argparse passes on a negative number as an argument, such as -1."""
+    return word.startswith("-") and not word[1:2].isdigit()
 
 
 def lessons_line(copies: WorkingCopies) -> str:
@@ -373,7 +380,9 @@ def add_lab(parser: argparse.ArgumentParser) -> None:
     """Add the options of ``amplab lab``."""
     parser.description = "Open JupyterLab on a lesson. The server accepts connections from this machine only."
     parser.add_argument("--notebook", metavar="03", help="the lesson, by number or name (the same as LESSON)")
-    parser.add_argument("--list", action="store_true", help="list the lessons and your progress, and open nothing")
+    parser.add_argument(
+        "--list", action="store_true", help="list the lessons and your progress, or LESSON alone; open nothing"
+    )
     text = "hide the sources of the cells: the lesson's text and the dashboard alone"
     parser.add_argument("--app", action="store_true", help=text)
     text = "write new copies of the lessons; the ones that you have changed get another name"

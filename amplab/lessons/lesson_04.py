@@ -43,6 +43,7 @@ __all__ = [
     "overrides",
     "score_after",
     "seconds_per_step",
+    "trained",
 ]
 
 _LEVELS = tuple(OPT_LEVELS)
@@ -231,8 +232,8 @@ def _spelled(value: object) -> str:
 # ---- trained, timed -----------------------------------------------------------------------------
 
 
-def score_after(steps: int, **settings: Any) -> float:
-    """Train one experiment of the lab and return its score on held-out data.
+def trained(steps: int, **settings: Any) -> Trainer:
+    """Train one experiment of the lab and return its trainer.
 
     Args:
         steps: how many.
@@ -240,8 +241,14 @@ def score_after(steps: int, **settings: Any) -> float:
     """
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        history = Trainer(ExperimentConfig(**settings)).run(steps)
-    score = history.last_score
+        trainer = Trainer(ExperimentConfig(**settings))
+        trainer.run(steps)
+    return trainer
+
+
+def score_after(steps: int, **settings: Any) -> float:
+    """Train as `trained` does and return the score on held-out data."""
+    score = trained(steps, **settings).history.last_score
     assert score is not None  # the lab measures it every 25 steps
     return score
 

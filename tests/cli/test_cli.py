@@ -135,7 +135,7 @@ def test_unknown_lesson_says_which_there_are(capsys: pytest.CaptureFixture[str])
     assert "01_number_formats" in message
 
 
-@pytest.mark.parametrize("words", ["01 02", "01 --notebook 02", "no_such_lesson"])
+@pytest.mark.parametrize("words", ["01 02", "01 --notebook 02", "no_such_lesson", "-1", "no_such_lesson --list"])
 def test_one_lesson_is_expected(capsys: pytest.CaptureFixture[str], words: str) -> None:
     assert "lesson" in refusal(capsys, "lab", "--port", "0", *words.split())
 
@@ -162,6 +162,9 @@ def test_the_list_of_lessons_shows_the_progress(
     assert lines[0].startswith("00  The lab")
     (eighth,) = [line for line in lines if line.startswith("08")]
     assert eighth.endswith("2 of 3 exercises")
+    assert main(["lab", "8", "--list"]) == 0
+    (alone,) = capsys.readouterr().out.splitlines()
+    assert alone.split() == eighth.split()
     assert not (tmp_path / "00_the_lab.ipynb").exists()  # a list writes nothing
 
 

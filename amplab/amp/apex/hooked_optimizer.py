@@ -422,7 +422,7 @@ class HookedOptimizer:
         self._end_step()
         overflow, self._overflow = self._overflow, None
         if self.masters.pairs:
-            self._finish_masters(write_back=overflow is None)
+            self._finish_masters(write_back=overflow is None and done is _STEPPED)
         if overflow is None:
             self.outcome = done
             return

@@ -376,10 +376,12 @@ def test_a_step_without_gradients_is_reported_as_such(problem, level, kind):
     before["1.running_mean"], before["1.running_var"] = (
         model.state_dict()[f"1.running_{each}"] for each in ("mean", "var")
     )
+    versions = [param._version for param in model.parameters()]
     with session.scale_loss(loss, optimizer):
         pass
     optimizer.step()
     assert same(model.state_dict(), before)
+    assert versions == [param._version for param in model.parameters()]  # written, they would end the graph of `loss`
     assert session.last_step(optimizer) == amp.StepOutcome(
         False, "no parameter had a gradient: no backward has reached one since gradients were cleared"
     )
