@@ -87,8 +87,9 @@ def html_table(
 
 def figures(named: Mapping[str, str]) -> Markup:
     """Return a few numbers in large type, each below its name."""
-    cells = (f"<li><small>{markup(name)}</small> <strong>{markup(value)}</strong></li>" for name, value in named.items())
-    return Markup(f'<ul class="figures">{"".join(cells)}</ul>')
+    parts = ((markup(name), markup(value)) for name, value in named.items())
+    cells = "".join(f"<li><small>{name}</small> <strong>{value}</strong></li>" for name, value in parts)
+    return Markup(f'<ul class="figures">{cells}</ul>')
 
 
 def chip(dtype: str) -> Markup:

@@ -118,9 +118,12 @@ class _NormAtGain:
 def _norm_at(gain: int, decorators: str) -> _NormAtGain:
     sizes = output_sizes(decorators != "none")
     chart = line_chart(
-        {"output": sizes}, x=list(GAINS), x_label="n, for images × 2ⁿ", y_label="root mean square of the output",
+        {"output": sizes},
+        x=list(GAINS),
+        x_label="factor of the images, as a power of two",
+        y_label="root mean square of the output",
         marks={gain: "here"},
-    )  # fmt: skip
+    )
     return _NormAtGain(gain, sizes[gain - GAINS[0]], chart)
 
 
