@@ -148,7 +148,7 @@ def test_a_skip_keeps_gradients_and_schedulers_do_not_warn(problem, recwarn):
 
 @pytest.mark.parametrize("skipping", [False, True])
 def test_a_step_that_raises_is_recovered_from(problem, skipping):
-    """An exception inside step runs no post-hook: casts and parked gradients come back at the next backward."""
+    """An exception inside step runs no post-hook: the next backward ends it. Gradients that overflowed are dropped."""
 
     class Fragile(torch.optim.SGD):
         fails = True
@@ -170,11 +170,14 @@ def test_a_step_that_raises_is_recovered_from(problem, skipping):
     optimizer.fails = False
     with session.scale_loss(model[0].weight.sum() * 0, optimizer) as scaled_loss:
         scaled_loss.backward()
-    assert all(param.grad is grad for param, grad in zip(model.parameters(), grads, strict=True))
+    if skipping:
+        assert not any(param.grad is not None and param.grad.any() for param in model.parameters())
+    else:
+        assert all(param.grad is grad for param, grad in zip(model.parameters(), grads, strict=True))
     with session.casting():
         assert (torch.ones(2, 2) @ torch.ones(2, 2)).dtype == torch.float16
     optimizer.step()
-    assert session.last_step(optimizer).stepped is not skipping
+    assert session.last_step(optimizer).stepped
 
 
 def test_a_step_that_raised_in_another_thread_stays_there(problem):
