@@ -36,6 +36,7 @@ from torch.utils.hooks import RemovableHandle
 from amplab.amp import ScaleRecord, Session, master_params
 from amplab.diagnose import Findings, Observation, finding_of, run_findings
 from amplab.diagnose.catalogue import finding
+from amplab.diagnose.remedies.api_styles import Api, ApiStyle
 from amplab.diagnose.rules.parameters import adam_on_half, nonfinite_buffers
 from amplab.display.html import page
 from amplab.display.numbers import count, short_text
@@ -111,7 +112,8 @@ class Watch:
         self._check: StepCheck | None = None
         self._look = StepLook(model, optimizers, self._probe, self._store.find, self._fail)
         self._failures: list[str] = []
-        self._ranks = RankWatch(model, optimizers, self._store, wrappers=lambda: self._rerun.wrappers, fail=self._fail)
+        api, around = Api(ApiStyle(self._probe.kind)), lambda: self._rerun.wrappers
+        self._ranks = RankWatch(model, optimizers, self._store, api=api, wrappers=around, fail=self._fail)
         self._batch_size: int | None = None
         self._has_batches = False  # in the body of `batches`, which tells when a step begins
         self._needs_other_ranks = False  # no step can run again on this rank alone

@@ -5,6 +5,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -23,21 +24,24 @@ ALONE = ExperimentConfig(hidden=16, accumulate=2, init_scale=2.0**25, max_loss_s
 LIMIT = 400  # seconds, of about 20 on two cores that do nothing else
 
 STARTED = """
-# A sitecustomize of every rank: write checkpoints from the first step on; rank 1 of the first start dies after one
-import os, signal, sys, threading, time
-
-def shorten_and_die():
-    while not hasattr(sys.modules.get("amplab.lab.checkpoints"), "last_checkpoint"):
-        time.sleep(0.001)
-    sys.modules["amplab.lab.checkpoints"].EVERY_SECONDS = 0.0
-    if (os.environ["RANK"], os.environ["TORCHELASTIC_RESTART_COUNT"]) == ("1", "0"):
-        while not os.path.exists(os.environ["CHECKPOINT"]):
-            time.sleep(0.001)
-        time.sleep(0.2)  # some steps later
-        os.kill(os.getpid(), signal.SIGKILL)
+# A sitecustomize of every rank: a checkpoint after every step; rank 1 of the first start dies in the middle of one
+import os, signal
 
 if "RANK" in os.environ:
-    threading.Thread(target=shorten_and_die, daemon=True).start()
+    from amplab.lab import checkpoints
+    from amplab.lab.rank_exchange import RankExchange
+
+    checkpoints.EVERY_SECONDS = 0.0
+    averages, calls = RankExchange.average_, []
+
+    def average_and_die(self, grads):
+        calls.append(grads)
+        if len(calls) == 17:
+            os.kill(os.getpid(), signal.SIGKILL)
+        averages(self, grads)
+
+    if (os.environ["RANK"], os.environ["TORCHELASTIC_RESTART_COUNT"]) == ("1", "0"):
+        RankExchange.average_ = average_and_die
 """
 
 
@@ -48,11 +52,7 @@ def restarted(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
     (folder / "sitecustomize.py").write_text(STARTED)
     words = ["--steps", STEPS, "--hidden=16", "--init-scale=2**24", "--max-loss-scale=2**24"]
     command = [sys.executable, "-m", "amplab", "train", "--nproc", 2, "--max-restarts", 1, *words]
-    settings = {
-        "CHECKPOINT": f"{folder}/run/rank-0.checkpoint",
-        "PYTHONPATH": f"{folder}",
-        "AMPLAB_KERNELS": "reference",
-    }
+    settings = {"PYTHONPATH": f"{folder}", "AMPLAB_KERNELS": "reference"}
     words = [*map(str, command), "--log", str(folder / "run.jsonl")]
     with subprocess.Popen(
         words, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=os.environ | settings
@@ -137,10 +137,16 @@ def test_a_killed_rank_is_told_in_one_line_with_its_log(tmp_path):
     assert len(lines) < 8
 
 
+def interrupt_once_there_is(log: Path) -> None:
+    while not log.exists() or log.read_bytes().count(b"\n") < 2:
+        time.sleep(0.01)
+    os.kill(os.getpid(), signal.SIGINT)
+
+
 def interrupted_alone(rank: int, folder: Path) -> int:
-    """Train until rank 1 gets the signal of Ctrl+C, and rank 0 none; return the exit status."""
+    """Train until rank 1 gets the signal of Ctrl+C once its log has a line, and rank 0 none; return the exit status."""
     if rank == 1:
-        threading.Timer(1.0, os.kill, (os.getpid(), signal.SIGINT)).start()
+        threading.Thread(target=interrupt_once_there_is, args=(folder / "run" / "rank-1.jsonl",), daemon=True).start()
     return train_on_ranks(ExperimentConfig(hidden=16), steps=100_000, log_path=folder / "run.jsonl").exit_status
 
 

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 from torch import nn
+from torch.distributed import distributed_c10d
 
 from amplab import GradScaler, amp, autocast, first_nonfinite, gradient_range, watch, xray
 from amplab.lab import ExperimentConfig, Run, Trainer, load_run
@@ -227,28 +228,26 @@ def dies_in_its_loop(rank: int, folder: Path) -> None:
 
 
 def stops_answering(rank: int, folder: Path) -> str:
-    """Train an experiment of the lab whose rank 1 does not take part in the second step."""
-    store = torch.distributed.FileStore(str(folder / "store"), 2)
-    timeout = timedelta(seconds=2)
-    torch.distributed.init_process_group("gloo", store=store, rank=rank, world_size=2, timeout=timeout)
+    """Train an experiment of the lab whose rank 1 takes no part in the second step until rank 0 has given up."""
     trainer = Trainer(ExperimentConfig(hidden=16), log=folder / "hung.jsonl", exchange=RankExchange(this_rank()))
     trainer.run(1)
+    gave_up = torch.distributed.FileStore(str(folder / "gave-up"), 2)
     if rank == 1:
-        time.sleep(3.5)
+        gave_up.wait(["rank 0"])
         return ""
+    distributed_c10d._set_pg_timeout(timedelta(seconds=0.5))
     with suppress(RuntimeError):
         trainer.run(1)
+    gave_up.set("rank 0", "")
     trainer.stop()
     trainer.wait()
     return trainer.failures[-1].text
 
 
 def test_the_log_and_the_checkpoint_of_a_rank_that_dies_load(tmp_path):
-    began = time.monotonic()
-    alive, killed = rank_outcomes(dies_in_its_loop, tmp_path, limit=40)
-    assert time.monotonic() - began < 40
+    alive, killed = rank_outcomes(dies_in_its_loop, tmp_path)
     assert killed.exitcode == -signal.SIGKILL
-    assert "Connection" in alive.error  # of gloo, at once: not after the timeout of the process group
+    assert "Connection" in alive.error  # of gloo, which sees that it closes: not the timeout of the process group
     run = load_run(tmp_path / "run")
     assert [len(each.history) for each in run.ranks] == [BAD_STEP + 1, BAD_STEP + 1]
     (lost,) = run.findings().named("rank-lost")
@@ -262,7 +261,7 @@ def test_the_log_and_the_checkpoint_of_a_rank_that_dies_load(tmp_path):
 
 
 def test_a_rank_that_waits_in_vain_stops_with_a_message_after_the_timeout(tmp_path):
-    waited, _ = run_ranks(stops_answering, tmp_path, backend=None)
+    waited, _ = run_ranks(stops_answering, tmp_path)
     assert waited.startswith(
         "The run failed at step 1.\nrank 0 of 2 stopped: another rank has ended, or did not answer"
     )

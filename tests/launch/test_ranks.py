@@ -16,7 +16,8 @@ if what == "refused":
     sys.exit(2)
 if what == "killed":
     time.sleep(60)
-print(rank, os.environ["TORCHELASTIC_RUN_ID"], os.environ["OMP_NUM_THREADS"])
+line = f"{rank} {os.environ['TORCHELASTIC_RUN_ID']} {os.environ['OMP_NUM_THREADS']}\\n"
+os.write(1, line.encode())  # at once: torchrun starts Python unbuffered, and the ranks share the output
 """
 
 LAUNCHES = """

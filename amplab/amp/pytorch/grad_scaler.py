@@ -110,8 +110,8 @@ class GradScaler(torch.amp.GradScaler):
       tensors of shape ``(1,)``. All getters work on a disabled scaler.
     * An overflow caused by unscaling is detected. A parameter that two optimizers share is unscaled once, and so is a
       gradient that arrives after `unscale_`. A scaled gradient that is added to an unscaled one is an error in `step`.
-    * After an interrupt in `unscale_`, `step` or `update`, or between these calls if the function that made them ended by
-      it, the next call of `scale` begins an iteration.
+    * After an interrupt in `unscale_`, `step` or `update`, or between these calls if it ended the function that made
+      them, the next call of `scale` begins an iteration.
     * A fused SGD whose first step is skipped keeps no uninitialized momentum.
     * A closure is refused as a positional argument, too.
     * The ranks that hold shards of the parameters (FSDP2) agree on found_inf; on the CPU `unscale_` waits for them.
