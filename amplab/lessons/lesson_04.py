@@ -153,7 +153,7 @@ class LevelPicture:
         columns = (Column(""), Column("O0", as_html=dtype_chips), Column(level.name, as_html=dtype_chips))
         table = Table(columns, lines, f"What {level.name} changes", chosen=chosen)
         bars = bar_chart(_parts_in_kilobytes(self.memory), unit="kB", label=f"memory of a step at {level.name}")
-        return page(f"{level.name}: {level.explanation}", table.html(), bars.drawing)
+        return page(f"{level.name}: {level.explanation}", table.html(), bars.html())
 
 
 def level_picture(level: str) -> LevelPicture:

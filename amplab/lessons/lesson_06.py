@@ -101,7 +101,7 @@ class ScaleOverRun:
         fits = np.exp2(np.ceil(np.log2(self.limits)) - 1)  # the largest power of two below the limit
         curves = {"largest scale that fits": fits.tolist(), "loss scale": self.path.scales.tolist()}
         chart = line_chart(curves, x_label="step", y_label="loss scale", log_y=True)
-        return page(f"{self.sentence}.", chart._repr_html_())
+        return page(f"{self.sentence}.", chart.html())
 
 
 def scale_over_run(record: ScaleHistory, rule: ScaleRule) -> ScaleOverRun:

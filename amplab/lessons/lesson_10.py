@@ -96,7 +96,7 @@ class Accumulated:
 
     def _repr_html_(self) -> str:
         bars = {"whole batch in float32": self.true_norm, "accumulated": self.norm}
-        return page(f"{self!r}", bar_chart(bars, label="norm of the gradients")._repr_html_())
+        return page(f"{self!r}", bar_chart(bars, label="norm of the gradients").html())
 
 
 @lru_cache(maxsize=1)

@@ -14,6 +14,7 @@ from torch.autograd import Function
 
 from amplab.amp import Session, autocast, custom_bwd, custom_fwd
 from amplab.display.charts import Chart, line_chart
+from amplab.display.html import page
 from amplab.display.numbers import binary_power
 from amplab.lab import load_task
 from amplab.lessons.exercises import exercise
@@ -113,15 +114,18 @@ class _NormAtGain:
         return f"images × {binary_power(self.gain)}: root mean square of the output {self.size:.2f}, expected 1.00"
 
     def _repr_html_(self) -> str:
-        return f"<p>{self!r}</p>{self.chart._repr_html_()}"
+        return page(f"{self!r}.", self.chart.html())
 
 
 def _norm_at(gain: int, decorators: str) -> _NormAtGain:
     sizes = output_sizes(decorators != "none")
     chart = line_chart(
-        {"output": sizes}, x=list(GAINS), x_label="images × 2^", y_label="root mean square of the output",
+        {"output": sizes},
+        x=list(GAINS),
+        x_label="factor of the images, as a power of two",
+        y_label="root mean square of the output",
         marks={gain: "here"},
-    )  # fmt: skip
+    )
     return _NormAtGain(gain, sizes[gain - GAINS[0]], chart)
 
 

@@ -113,7 +113,7 @@ class RecipeRun:
         marks: dict[float, str] = dict.fromkeys(self.skipped, "skipped")
         loss = line_chart({"loss": self.losses}, x_label="step", y_label="loss", marks=marks)
         scale = line_chart({"loss scale": self.scales}, x_label="step", y_label="loss scale", log_y=True)
-        return page(f"{self!r}"[:1].upper() + f"{self!r}"[1:], listing, loss._repr_html_(), scale._repr_html_())
+        return page(f"{self!r}"[:1].upper() + f"{self!r}"[1:], listing, loss.html(), scale.html())
 
 
 @lru_cache(maxsize=64)

@@ -250,7 +250,8 @@ def skipped_share(ranks: int, once_in: int) -> Chart:
         once_in: exponent: each rank has an inf of its own once in 2^once_in steps.
     """
     share = [1 - (1 - 2.0**-once_in) ** (2**each) for each in range(ranks + 1)]
-    return line_chart({"share of skipped steps": share}, x_label="ranks, 2^", y_label="share of skipped steps")
+    what = "share of skipped steps"
+    return line_chart({what: share}, x_label="number of ranks, as a power of two", y_label=what)
 
 
 def in_a_thread(function: Callable[[], Any]) -> Any:
