@@ -129,7 +129,8 @@ def curve_style(number: int, *, width: float | None = None) -> str:
     place = number % len(CURVES)
     light, _ = PALETTE[CURVES[place]]
     color = f'stroke="{light}" style="stroke:var(--amp-{CURVES[place]}, {light})"'
-    return f'fill="none" {color} stroke-width="{width or (2.5 if number == 0 else 2)}" stroke-dasharray="{_DASHES[place]}"'
+    shown = width or (2.5 if number == 0 else 2)
+    return f'fill="none" {color} stroke-width="{shown}" stroke-dasharray="{_DASHES[place]}"'
 
 
 def legend(names: Sequence[str], *, top: float, triangles: str = "") -> tuple[list[str], int]:
