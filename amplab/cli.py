@@ -48,6 +48,9 @@ __all__ = ["main", "build_parser", "parse_count"]
 BAD_INPUT = 2
 INTERRUPTED = 130
 
+_LARGEST_COUNT = 10**9  # a billion steps of a millisecond take 12 days
+_MOST_PROCESSES = 1024
+
 BENCH_SUITES = ("scaler", "casting", "kernels", "xray", "diagnose")
 
 
@@ -151,6 +154,8 @@ def _check_launch(nproc: int | None, max_restarts: int | None, *, is_rank: bool)
     """Raise a ValueError if the options of a launch do not fit together."""
     if max_restarts is not None and nproc is None:
         raise ValueError("--max-restarts: expected --nproc too; under torchrun it is an option of torchrun.")
+    if nproc is not None and nproc > _MOST_PROCESSES:
+        raise ValueError(f"--nproc {nproc}: expected at most {_MOST_PROCESSES} processes on one machine.")
     if nproc is not None and is_rank:
         raise ValueError(f"--nproc {nproc}: torchrun has started several processes already; leave --nproc out.")
 
@@ -458,18 +463,19 @@ def add_run(parser: argparse.ArgumentParser) -> None:
 
 
 def parse_count(text: str) -> int:
-    """Read a whole number > 0.
+    """Read a whole number > 0 and at most 10**9.
 
     >>> parse_count("300"), parse_count("1e3"), parse_count("2**5")
     (300, 1000, 32)
 
     Raises:
-        argparse.ArgumentTypeError: the text is not a whole number > 0.
+        argparse.ArgumentTypeError: the text is not such a number.
     """
     try:
         number = parse_number(text)
     except ValueError:
         number = -1.0
-    if not number >= 1 or not number.is_integer():
-        raise argparse.ArgumentTypeError(f"{text!r}: expected a whole number > 0 such as 300, 1e3 or 2**10")
+    if not 1 <= number <= _LARGEST_COUNT or not number.is_integer():
+        such = f"expected a whole number > 0 such as 300, 1e3 or 2**10, at most {_LARGEST_COUNT}"
+        raise argparse.ArgumentTypeError(f"{text!r}: {such}")
     return int(number)

@@ -84,6 +84,8 @@ def test_a_registered_model_is_offered_everywhere(capsys: pytest.CaptureFixture[
         (["--opt-level", "O1", "--keep-batchnorm-fp32", "true"], ["keep_batchnorm_fp32", "O1"]),
         (["--steps", "many"], ["many", "300"]),
         (["--steps", "0"], ["0", "> 0"]),
+        (["--steps", "2**2**9"], ["2**2**9", "1000000000"]),
+        (["--nproc", "1025"], ["1025", "1024"]),
         (["--stpes", "3"], ["--stpes", "--steps?"]),
         (["--step", "3"], ["--step 3", "--steps?"]),
         (["--colour", "red"], ["--colour", "amplab train --help"]),
