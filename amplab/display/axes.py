@@ -124,12 +124,13 @@ def round_part(value: float) -> float:
     return next(unit * each for each in (5, 2, 1) if unit * each <= value)
 
 
-def curve_style(number: int) -> str:
+def curve_style(number: int, *, width: float | None = None) -> str:
     """Return the attributes of a curve's line: its own color and dashes; the first one is wider."""
     place = number % len(CURVES)
     light, _ = PALETTE[CURVES[place]]
     color = f'stroke="{light}" style="stroke:var(--amp-{CURVES[place]}, {light})"'
-    return f'fill="none" {color} stroke-width="{2.5 if number == 0 else 2}" stroke-dasharray="{_DASHES[place]}"'
+    shown = width or (2.5 if number == 0 else 2)
+    return f'fill="none" {color} stroke-width="{shown}" stroke-dasharray="{_DASHES[place]}"'
 
 
 def legend(names: Sequence[str], *, top: float, triangles: str = "") -> tuple[list[str], int]:

@@ -14,6 +14,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
+from itertools import pairwise
 from typing import TYPE_CHECKING
 
 from amplab.display.axes import LEGEND_LINE, Area, curve_style, legend
@@ -30,6 +31,7 @@ __all__ = ["Chart", "bar_chart", "exponent_chart", "line_chart", "scale_drawing"
 
 _CHARACTER = 6.4  # width
 _MOST_POINTS = 400  # of a curve; more are thinned
+_MOST_TURNS = 100  # of a curve with a line of full width; one with more is thin, so that others are seen through it
 _TITLE = 14  # height of the title, with the space below it
 
 
@@ -211,17 +213,25 @@ def _curve(
     """The lines between the values that are shown; a value that is not shown is a gap."""
     heights = [axis.height_of(value) for value in values]
     run: list[str] = []
-    for place in _thinned(_corners(heights) if holds else range(len(heights)), heights):
+    chosen = _thinned(_corners(heights) if holds else range(len(heights)), heights)
+    style = curve_style(number, width=1 if _turns([heights[place] for place in chosen]) > _MOST_TURNS else None)
+    for place in chosen:
         if math.isnan(heights[place]):
             if run:
-                yield _stroke(run, number)
+                yield _stroke(run, style)
             run = []
             continue
         if holds and run:
             run.append(f"{area.x(places[place])},{run[-1].partition(',')[2]}")
         run.append(f"{area.x(places[place])},{area.y(heights[place])}")
     if run:
-        yield _stroke(run, number)
+        yield _stroke(run, style)
+
+
+def _turns(heights: Sequence[float]) -> int:
+    """Return how often values stop rising or falling."""
+    steps = [after - before for before, after in pairwise(heights)]
+    return sum(after * before < 0 for before, after in pairwise(steps))
 
 
 def _corners(heights: Sequence[float]) -> list[int]:
@@ -243,11 +253,11 @@ def _thinned(chosen: Sequence[int], heights: Sequence[float]) -> list[int]:
     return sorted(kept)
 
 
-def _stroke(points: Sequence[str], number: int) -> str:
+def _stroke(points: Sequence[str], style: str) -> str:
     if len(points) == 1:  # a line of one point is not drawn: a short line
         across, up = points[0].split(",")
         points = [points[0], f"{float(across) + 2:.1f},{up}"]
-    return f'<polyline points="{" ".join(points)}" {curve_style(number)}/>'
+    return f'<polyline points="{" ".join(points)}" {style}/>'
 
 
 def _ends(values: Sequence[float]) -> str:

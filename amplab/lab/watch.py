@@ -463,6 +463,7 @@ class Watch:
                 is_finite = math.isfinite(value)
                 failure += f" The loss of rank {rank} was {'finite' if is_finite else short_text(value)}."
                 evidence |= {} if is_finite else {"rank": rank}
+                failure += self._where_gradients_overflow() if is_finite else ""
             self._store.find(step, finding("step-not-explained", case, evidence=evidence, failure=failure))
             why = f"could not run again: {failure}"
             self._store.explain(SkipExplanation(step, "once", why, rank=rank))
@@ -474,6 +475,14 @@ class Watch:
             if found is not None:
                 self._store.find(step, finding_of(found))
         self._store.budget.took(time.perf_counter() - began, kind)
+
+    def _where_gradients_overflow(self) -> str:
+        """Say which gradients of this rank are finite: a backward, which begins at the last one, overflowed there."""
+        given = [(name, each) for name, each in self._model.named_parameters() if each.grad is not None]
+        bad = [name for name, each in given if not _is_finite(each)]
+        if not bad or bad[-1] == given[-1][0]:
+            return ""
+        return f" The gradient of {bad[-1]} is not finite, and the gradients of the parameters after it are."
 
     def _names_of_stepped(self) -> dict[int, str]:
         """The names of the parameters that the optimizers step, by id; a master has the name of its parameter."""

@@ -68,9 +68,14 @@ class Exercise(Generic[P]):
 
     def _fault(self, *answer: object, **further: object) -> str | None:
         """Return what is wrong with an answer: its form, what it raises, or its value."""
+        signature = inspect.signature(self._check, eval_str=True)
         try:
-            formed = _in_forms(self._check, *answer, **further)
-            return self._check(*formed.args, **formed.kwargs)
+            given = signature.bind(*answer, **further)
+        except TypeError:
+            return f"it needs other arguments; call it as {self._check.__name__}({', '.join(signature.parameters)})."
+        try:
+            _put_in_form(given)
+            return self._check(*given.args, **given.kwargs)
         except FormError as error:
             return f"{error}: {self.form}." if self.form else f"{error}."
         except AnswerRaisedError as error:
@@ -120,17 +125,11 @@ def _is_open(answer: object) -> bool:
     return answer is ...
 
 
-def _in_forms(check: Callable[..., str | None], *answer: object, **further: object) -> inspect.BoundArguments:
-    """Return the arguments of a check, each in the form of its annotation."""
-    signature = inspect.signature(check, eval_str=True)
-    try:
-        given = signature.bind(*answer, **further)
-    except TypeError as error:
-        call = f"{check.__name__}({', '.join(signature.parameters)})"
-        raise TypeError(f"{error}; call it as {call}.") from None
+def _put_in_form(given: inspect.BoundArguments) -> None:
+    """Replace each argument of a check, the answer first, by its value in the form of its annotation."""
     for at, (name, value) in enumerate(given.arguments.items()):
-        given.arguments[name] = in_form(value, signature.parameters[name].annotation, name if at else "")
-    return given
+        form = given.signature.parameters[name].annotation
+        given.arguments[name] = in_form(value, form, name if at else "")
 
 
 def _section(check: Callable[P, str | None], title: str) -> str:

@@ -356,11 +356,7 @@ def check_o3_as_o2(answer: Mapping[str, Any]) -> str | None:
     """
     if fault := _fault_of_overrides(answer):
         return fault
-    try:
-        found = OPT_LEVELS["O3"].properties.with_overrides(**answer)
-    except (AssertionError, RuntimeError, TypeError, ValueError) as refused:
-        return f"O3 refuses {dict(answer)}: {str(refused).rstrip('.')}."
-    wanted = OPT_LEVELS["O2"].properties
+    found, wanted = OPT_LEVELS["O3"].properties.with_overrides(**answer), OPT_LEVELS["O2"].properties
     for name in OVERRIDES:
         have, want = getattr(found, name), getattr(wanted, name)
         if have != want:
@@ -369,9 +365,14 @@ def check_o3_as_o2(answer: Mapping[str, Any]) -> str | None:
 
 
 def _fault_of_overrides(answer: Mapping[str, Any]) -> str | None:
-    """Return which key of an answer is no property of a level."""
-    unknown = [name for name in answer if name not in OVERRIDES]
-    return f"{shown(unknown[0])} is no property of a level: choose among {', '.join(OVERRIDES)}." if unknown else None
+    """Return which key of an answer is no property of a level, or why O3 does not take the overrides."""
+    if unknown := [name for name in answer if name not in OVERRIDES]:
+        return f"{shown(unknown[0])} is no property of a level: choose among {', '.join(OVERRIDES)}."
+    try:
+        OPT_LEVELS["O3"].properties.with_overrides(**answer)
+    except (AssertionError, RuntimeError, TypeError, ValueError) as refused:
+        return f"O3 refuses {shown(answer)}: {str(refused).rstrip('.')}."
+    return None
 
 
 _SLOW_STEPS = 300
@@ -395,7 +396,10 @@ def check_one_override(answer: Mapping[str, Any]) -> str | None:
     (name,) = answer
     if name not in ("keep_batchnorm_fp32", "master_weights", "loss_scale"):
         return f"{name} would turn O3 into another level: keep the weights that compute in half."
-    score = score_after(_SLOW_STEPS, opt_level="O3", **_SLOW, **answer)
+    try:
+        score = score_after(_SLOW_STEPS, opt_level="O3", **_SLOW, **answer)
+    except ValueError as refused:
+        return f"O3 refuses {shown(answer)}: {str(refused).rstrip('.')}."
     if score < 0.6:
         return f"after {_SLOW_STEPS} steps the model gets {score:.0%} of the held-out digits right: too few, see 4.3."
     return None

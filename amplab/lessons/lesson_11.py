@@ -210,6 +210,8 @@ def _why_half(forward: Callable[..., Any]) -> str:
     cast, device = given.get("cast_inputs"), given.get("device_type")
     if not hasattr(forward, "__wrapped__"):
         return "It has no decorator: write @amplab.custom_fwd(…) below @staticmethod, with cast_inputs=torch.float32."
+    if forward.__globals__["__name__"].startswith("torch."):
+        return "Its decorator is that of torch, which amplab.autocast does not turn on: write @amplab.custom_fwd(…)."
     if cast is not torch.float32:
         return f"Its decorator has cast_inputs={cast}: write cast_inputs=torch.float32."
     if device != "cpu":

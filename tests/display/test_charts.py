@@ -93,6 +93,14 @@ def test_the_peaks_of_a_long_curve_are_drawn():
     assert len({height for _, height in curve}) == 3
 
 
+def test_a_curve_that_turns_often_is_thin():
+    def width_of(values: list[float]) -> float:
+        return float(re.search(r'<polyline [^>]*stroke-width="([\d.]+)"', line_chart({"a": values}).drawing)[1])
+
+    assert width_of([1.0, 2.0] * 150) == 1
+    assert width_of([float(step) for step in range(300)]) == width_of([1.0, 2.0, 1.0]) == 2.5
+
+
 def test_the_legend_says_what_the_triangles_are_and_whose():
     broken = {"2^0": [2.0, 1.0], "2^24": [2.0, math.nan]}
     assert "not finite: 2^24" in texts_of(line_chart(broken, y_label="loss"))

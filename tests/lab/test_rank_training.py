@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from amplab.amp.run_state.file_format import read_run_state
-from amplab.lab import Experiment, ExperimentConfig, load_run
+from amplab.lab import Experiment, ExperimentConfig, load_run, rank_exchange
 from amplab.lab.rank_training import train_on_ranks
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "parallel"))
@@ -137,16 +137,17 @@ def test_a_killed_rank_is_told_in_one_line_with_its_log(tmp_path):
     assert len(lines) < 8
 
 
-def interrupt_once_there_is(log: Path) -> None:
+def send_once_there_is(log: Path, what: signal.Signals) -> None:
     while not log.exists() or log.read_bytes().count(b"\n") < 2:
         time.sleep(0.01)
-    os.kill(os.getpid(), signal.SIGINT)
+    os.kill(os.getpid(), what)
 
 
 def interrupted_alone(rank: int, folder: Path) -> int:
     """Train until rank 1 gets the signal of Ctrl+C once its log has a line, and rank 0 none; return the exit status."""
     if rank == 1:
-        threading.Thread(target=interrupt_once_there_is, args=(folder / "run" / "rank-1.jsonl",), daemon=True).start()
+        log = folder / "run" / "rank-1.jsonl"
+        threading.Thread(target=send_once_there_is, args=(log, signal.SIGINT), daemon=True).start()
     return train_on_ranks(ExperimentConfig(hidden=16), steps=100_000, log_path=folder / "run.jsonl").exit_status
 
 
@@ -156,3 +157,36 @@ def test_an_interrupt_of_one_rank_stops_both_after_the_same_step(tmp_path):
     assert run.differences == ()
     assert len(run.history) > 0
     assert read_run_state(tmp_path / "run" / "rank-0.checkpoint")["position"] == len(run.history)
+
+
+def printed() -> str:
+    """What this rank has printed so far; ranks.py has redirected it to a file."""
+    return Path("/proc/self/fd/1").read_text()
+
+
+def continue_once_told(stopped: int, folder: Path) -> None:
+    """Let the stopped rank go on when the others have said that it does not answer; end both when it does again."""
+    while f"rank {stopped} has not answered for 1 s; the other ranks wait for it." not in printed():
+        time.sleep(0.01)
+    os.kill(int((folder / "pid").read_text()), signal.SIGCONT)
+    while f"rank {stopped} answers again." not in printed():
+        time.sleep(0.01)
+    os.kill(os.getpid(), signal.SIGINT)
+
+
+def stopped_for_a_while(rank: int, folder: Path, stopped: int) -> int:
+    rank_exchange.SILENT = 1.0
+    if rank == stopped:
+        (folder / "pid").write_text(str(os.getpid()))
+        log = folder / "run" / f"rank-{rank}.jsonl"
+        threading.Thread(target=send_once_there_is, args=(log, signal.SIGSTOP), daemon=True).start()
+    else:
+        threading.Thread(target=continue_once_told, args=(stopped, folder), daemon=True).start()
+    return train_on_ranks(ExperimentConfig(hidden=16), steps=100_000, log_path=folder / "run.jsonl").exit_status
+
+
+@pytest.mark.skipif(not os.path.exists("/proc/self/fd"), reason="reads what a rank has printed in /proc")
+@pytest.mark.parametrize("stopped", [0, 1])
+def test_a_rank_that_does_not_answer_is_told_while_the_others_wait(tmp_path, stopped):
+    assert run_ranks(stopped_for_a_while, tmp_path, stopped) == [130, 130]
+    assert load_run(tmp_path / "run").differences == ()

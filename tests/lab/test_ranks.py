@@ -121,6 +121,42 @@ def with_shards(rank: int, folder: Path) -> str:
     return w.history.explanations[BAD_STEP].sentence
 
 
+class OverflowInBackward(torch.autograd.Function):
+    """The identity; its backward returns inf if ``overflows``."""
+
+    @staticmethod
+    def forward(ctx, value, overflows):
+        ctx.overflows = overflows
+        return value.clone()
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad * float("inf") if ctx.overflows else grad, None
+
+
+def with_shards_that_overflow_in_backward(rank: int) -> str:
+    """Train a sharded model whose backward overflows between its layers, once, on rank 1; return the explanation."""
+    from torch.distributed.fsdp import fully_shard
+
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4))
+    overflows = [False]
+    model[1].register_forward_hook(lambda _module, _args, out: OverflowInBackward.apply(out, overflows[0]))
+    fully_shard(model)
+    optimizer, scaler = torch.optim.SGD(model.parameters(), lr=0.01), GradScaler("cpu", init_scale=1024.0)
+    step = autocast("cpu", dtype=torch.float16)(lambda batch: model(batch).float().square().mean())
+    with warnings.catch_warnings(), watch(model, optimizer, scaler=scaler, step=step) as w:
+        warnings.simplefilter("ignore", RuntimeWarning)
+        for number, batch in enumerate(w.batches(batches(0))):
+            overflows[0] = (rank, number) == (1, BAD_STEP)
+            optimizer.zero_grad()
+            scaler.scale(w.loss(step(batch))).backward()
+            scaler.step(optimizer)
+            scaler.update()
+    assert w.history.skipped_steps() == [BAD_STEP]
+    return w.history.explanations[BAD_STEP].sentence
+
+
 def tools_of_one_rank(rank: int) -> None:
     """Call tools on rank 0 only, between two steps of both; nothing waits for rank 1, and both average as before."""
     model = net()
@@ -144,6 +180,8 @@ def several_runs(rank: int, folder: Path) -> list[list[list[float]]]:
     why = with_shards(rank, folder / "sharded")
     assert "a FSDPSequential, exchanges values with the other ranks in its forward" in why
     assert why.endswith(f"The loss of rank {rank} was {'NaN' if rank else 'finite'}."), why
+    why = with_shards_that_overflow_in_backward(rank)
+    assert why.endswith("0.bias is not finite, and the gradients of the parameters after it are."), why
     return [
         with_scaler(rank, folder / "wrapped", True),
         with_scaler(rank, folder / "inner", False),

@@ -116,6 +116,8 @@ def test_one_override_mends_the_run_with_a_small_learning_rate() -> None:
     assert "exactly one" in repr(check_one_override({"master_weights": True, "loss_scale": 128.0}))
     assert "True is not a dict" in repr(check_one_override(True))  # type: ignore[arg-type]
     assert "no property" in repr(check_one_override({"lr": 0.1}))
+    for refused in ({"loss_scale": "x"}, {"loss_scale": -1}, {"keep_batchnorm_fp32": "maybe"}):
+        assert f"O3 refuses {refused}: " in repr(check_one_override(refused))
     assert "another level" in repr(check_one_override({"cast_model_type": torch.float32}))
 
 

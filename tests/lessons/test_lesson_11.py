@@ -66,6 +66,11 @@ def with_forward(**options: Any) -> type[Function]:
     return type("Decorated", (Square,), {"forward": forward, "backward": backward})
 
 
+def with_torchs_decorator() -> type[Function]:
+    forward = torch.amp.custom_fwd(Square.forward, device_type="cpu", cast_inputs=torch.float32)
+    return type("Decorated", (Square,), {"forward": staticmethod(forward)})
+
+
 class HalfInside(Square):
     """Is decorated, and makes its float32 input half."""
 
@@ -166,6 +171,7 @@ def test_batches_arrive_as_the_lesson_says() -> None:
         (with_forward(device_type="cpu"), "Its decorator has cast_inputs=None"),
         (with_forward(device_type="cpu", cast_inputs=torch.float16), "Its decorator has cast_inputs=torch.float16"),
         (with_forward(device_type="cuda", cast_inputs=torch.float32), "device_type='cuda', and these tensors are on"),
+        (with_torchs_decorator(), "Its decorator is that of torch"),
         (HalfInside, "leave out what makes them half"),
         (None, "None is not a subclass of Function: run the cell"),
         (torch.relu, "is not a subclass of Function"),

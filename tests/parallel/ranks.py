@@ -43,7 +43,7 @@ import torch.distributed as dist
 
 __all__ = ["Outcome", "RankError", "rank_outcomes", "run_ranks"]
 
-_LIMIT = 300.0  # seconds; some seconds of work on a machine that other programs use, too
+_LIMIT = 200.0  # seconds; some seconds of work on a machine that other programs use, too. Less than that of a test
 _TO_END = 60.0  # seconds, for what takes a fraction of one
 _AT_LIMIT = 1  # the exit code of a rank that faulthandler ends
 _context = multiprocessing.get_context("forkserver")
