@@ -242,7 +242,9 @@ def _legend(fmt: FloatFormat) -> Markup:
         "Each bar is one power of two; its height is the logarithm of the count. The shaded range is what "
         f"{fmt.name} represents: subnormal from 2^{lost}, normal from 2^{normal}, inf from 2^{top}."
     )
-    shares = "The shares are of the non-zero gradients of the parameters; those between layers are smaller and not counted."
+    shares = (
+        "The shares are of the non-zero gradients of the parameters; those between layers are smaller and not counted."
+    )
     key = styled(f'<p class="faint">{markup(bars)} <span class="bad">Red</span> bars are lost.</p>')
     return Markup(f'{key}<p class="faint">{markup(shares)}</p>')
 

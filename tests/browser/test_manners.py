@@ -23,7 +23,8 @@ TRUNCATED = """root => [...root.querySelectorAll("[data-panel=dtypes] select")].
   return pen.measureText(select.selectedOptions[0].text).width > room;
 }).map(select => select.title)"""
 CUT = """root => [...root.querySelectorAll("[data-panel=gradients] :is(.amp-chart-head, .amp-now, .amp-scroll)")]
-  .filter(part => part.offsetParent && (part.scrollWidth > part.clientWidth || part.scrollHeight > part.clientHeight + 1))
+  .filter(part => part.offsetParent)
+  .filter(part => part.scrollWidth > part.clientWidth || part.scrollHeight > part.clientHeight + 1)
   .map(part => part.className)"""
 RAISING = """
 def mine(event):
