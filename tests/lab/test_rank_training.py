@@ -164,12 +164,24 @@ def printed() -> str:
     return Path("/proc/self/fd/1").read_text()
 
 
-def continue_once_told(stopped: int, folder: Path) -> None:
-    """Let the stopped rank go on when the others have said that it does not answer; end both when it does again."""
-    while f"rank {stopped} has not answered for 1 s; the other ranks wait for it." not in printed():
+def is_silent(rank: int) -> bool:
+    """Whether the last that was said of a rank is that it does not answer."""
+    silent = f"rank {rank} has not answered for 1 s; the other ranks wait for it."
+    return printed().count(silent) > printed().count(f"rank {rank} answers again.")
+
+
+def is_stopped(pid_file: Path) -> bool:
+    """Whether a signal has stopped the process."""
+    pid = pid_file.read_text() if pid_file.exists() else ""
+    return bool(pid) and Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2].startswith("T")
+
+
+def continue_once_told(stopped: int, pid_file: Path) -> None:
+    """Let the stopped rank go on when the other has said that it does not answer; end both when it does again."""
+    while not (is_stopped(pid_file) and is_silent(stopped)):  # a busy machine may keep it silent before
         time.sleep(0.01)
-    os.kill(int((folder / "pid").read_text()), signal.SIGCONT)
-    while f"rank {stopped} answers again." not in printed():
+    os.kill(int(pid_file.read_text()), signal.SIGCONT)
+    while is_silent(stopped):
         time.sleep(0.01)
     os.kill(os.getpid(), signal.SIGINT)
 
@@ -181,7 +193,7 @@ def stopped_for_a_while(rank: int, folder: Path, stopped: int) -> int:
         log = folder / "run" / f"rank-{rank}.jsonl"
         threading.Thread(target=send_once_there_is, args=(log, signal.SIGSTOP), daemon=True).start()
     else:
-        threading.Thread(target=continue_once_told, args=(stopped, folder), daemon=True).start()
+        threading.Thread(target=continue_once_told, args=(stopped, folder / "pid"), daemon=True).start()
     return train_on_ranks(ExperimentConfig(hidden=16), steps=100_000, log_path=folder / "run.jsonl").exit_status
 
 
