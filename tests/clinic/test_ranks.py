@@ -360,3 +360,42 @@ def test_pages_and_tables_show_a_line_for_each_rank_and_mark_where_they_differ(t
     head, *lines = run_csv(run.by_rank).splitlines()
     assert head.startswith("rank,step,loss")
     assert [line.partition(",")[0] for line in lines] == ["0"] * STEPS + ["1"] * STEPS
+
+
+def steps_without_an_update(rank: int, style: ApiStyle, *, mended: bool) -> int:
+    """Train with compressed gradients and one loss of inf on rank 1, and with what the remedy prints if mended."""
+    model = mlp()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    scaler = {ApiStyle.AMPLAB: GradScaler, ApiStyle.TORCH: torch.amp.GradScaler}.get(style, lambda _device: None)("cpu")
+    if scaler is None:
+        amp.initialize(model, optimizer, opt_level="O2", verbosity=0, dynamic_init_scale=256.0)
+    wrapped = DistributedDataParallel(model)
+    state = powerSGD_hook.PowerSGDState(None, start_powerSGD_iter=2, min_compression_rate=1)
+    wrapped.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
+    remedy = finding(NAN_KEPT, api=Api(style), state="PowerSGDState", kept="error_dict").remedy
+    last_line = "optimizer.step()" if scaler is None else "scaler.update()"
+    without = 0
+    for step, batch in enumerate(data(rank)):
+        before = [each.detach().clone() for each in model.parameters()]
+        optimizer.zero_grad()
+        loss = wrapped(batch).float().square().mean() * (float("inf") if (rank, step) == (1, 3) else 1.0)
+        if scaler is None:
+            with amp.scale_loss(loss, optimizer) as scaled_loss:
+                scaled_loss.backward()
+        else:
+            scaler.scale(loss).backward()
+            scaler.step(optimizer)
+        exec(remedy if mended else last_line, {"amp": amp, "scaler": scaler, "optimizer": optimizer, "state": state})
+        without += all(map(torch.equal, before, model.parameters()))
+    amp.reset()
+    return without
+
+
+def every_style(rank: int) -> list[tuple[int, int]]:
+    styles = (ApiStyle.APEX, ApiStyle.AMPLAB, ApiStyle.TORCH)
+    broken, mended = ([steps_without_an_update(rank, style, mended=each) for style in styles] for each in (False, True))
+    return [*zip(broken, mended, strict=True)]
+
+
+def test_the_remedy_of_a_compression_that_keeps_nan_trains_on_with_every_api():
+    assert run_ranks(every_style) == [[(3, 1)] * 3] * 2
