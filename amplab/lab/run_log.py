@@ -140,7 +140,7 @@ def check_writable(path: str | PathLike[str], argument: str, advice: str) -> Non
 
 
 class RunLog:
-    """The log of one run, open for appending; it never overwrites another file.
+    """The log of one run, open for appending; it never overwrites another file. A forked process writes nothing to it.
 
     Args:
         path: A file that does not exist yet; its folder is created.
@@ -161,6 +161,7 @@ class RunLog:
         rank: Rank | None = None,
     ) -> None:
         self.path = path
+        self._process = os.getpid()
         self._pending: list[StepRow] = []
         self._written: StepRow | None = None  # the last step in the file
         self._unfinished_at: int | None = None  # where a flush has begun that did not end
@@ -183,6 +184,8 @@ class RunLog:
 
     def append_row(self, row: StepRow) -> None:
         """Add one step as its values."""
+        if self._is_forked():
+            return
         self._pending.append(row)
         if time.monotonic() - self._flushed > FLUSH_SECONDS:
             self.flush()
@@ -215,6 +218,8 @@ class RunLog:
 
     def flush(self) -> None:
         """Pass every step to the operating system; after an interrupt in it, write the same lines again."""
+        if self._is_forked():
+            return
         self._flushed = time.monotonic()
         if self._unfinished_at is not None:
             self._file.seek(self._unfinished_at)
@@ -248,7 +253,12 @@ class RunLog:
                 self._file.close()
 
     def _write(self, line: object) -> None:
-        self._file.write(_encode(line) + "\n")
+        if not self._is_forked():
+            self._file.write(_encode(line) + "\n")
+
+    def _is_forked(self) -> bool:
+        """Return whether this is a copy of the process that opened the log, which goes on to write the same steps."""
+        return os.getpid() != self._process
 
 
 @dataclass(frozen=True, eq=False)

@@ -64,7 +64,8 @@ class LaunchStopped(Exception):
 def launch_ranks(count: int, words: Sequence[str], *, name: str, restarts: int = 0) -> list[RankEnd]:
     """Run a command as `count` processes, and wait until all have ended. It chooses a free port.
 
-    Each process computes with one thread unless OMP_NUM_THREADS says otherwise.
+    Each process computes with one thread unless OMP_NUM_THREADS says otherwise, and imports nothing from the working
+    folder unless this process does.
 
     Args:
         count: Number of processes.
@@ -88,6 +89,8 @@ def launch_ranks(count: int, words: Sequence[str], *, name: str, restarts: int =
     torchrun = ["--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0", "--rdzv-id", name]
     torchrun += ["--nproc-per-node", str(count), "--max-restarts", str(restarts), "-m", "--"]
     os.environ.setdefault("OMP_NUM_THREADS", "1")
+    if not {"", os.getcwd()} & set(sys.path):  # `python -m` in a process would put this folder first on its path
+        os.environ.setdefault("PYTHONSAFEPATH", "1")
     sys.stdout.flush()
     logging.disable(logging.WARNING if restarts else logging.ERROR)  # its errors tell why it starts the ranks again
     try:

@@ -143,13 +143,29 @@ class Reducer:
             self.grads = list(module_or_grads_list)
 
     def reduce(self) -> None:
-        """Average the gradients of the module, or the tensors, in place: one all_reduce for each dtype and device."""
+        """Average the gradients of the module, or the tensors, in place: one all_reduce for each dtype and device.
+
+        A parameter that has a gradient on some processes only counts as 0 on the others. Sync: one for a module, since
+        the processes exchange which parameters have a gradient.
+        """
         if is_alone():
             return
         grads = self.grads
         if self.module is not None:
+            _add_missing_gradients(list(self.module.parameters()))
             grads = [param.grad for param in self.module.parameters() if param.grad is not None]
         flat_dist_call(grads, dist.all_reduce)
+
+
+def _add_missing_gradients(params: list[nn.Parameter]) -> None:
+    """Give each parameter that has a gradient on another process one of zeros."""
+    if not params:
+        return
+    exist = torch.tensor([param.grad is not None for param in params], dtype=torch.uint8, device=params[0].device)
+    dist.all_reduce(exist, dist.ReduceOp.MAX)
+    for param, exists in zip(params, exist.tolist(), strict=True):
+        if exists and param.grad is None:
+            param.grad = torch.zeros_like(param)
 
 
 @torch.no_grad()

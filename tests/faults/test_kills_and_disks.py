@@ -37,6 +37,29 @@ for step in range(10**9):
 """
 
 
+FORKS = """
+import os, sys, torch
+import amplab
+
+model = torch.nn.Linear(4, 2)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+def train(steps):
+    for _ in range(steps):
+        model(torch.ones(3, 4)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+with amplab.watch(model, optimizer, log=sys.argv[1]):
+    train(6)
+    if os.fork() == 0:
+        train(3)
+        sys.exit(0)  # leaves the block, in a copy of the process that opened the log
+    os.wait()
+    train(4)
+"""
+
+
 def kill_a_writer(folder, number, after):
     """Start a process that writes a log and checkpoints, and kill it after some seconds."""
     writer = subprocess.Popen(
@@ -70,6 +93,12 @@ def attack(folder, times):
 
 def test_a_killed_writer_loses_no_record_and_tears_no_checkpoint(tmp_path):
     attack(tmp_path, 2)
+
+
+def test_a_fork_that_trains_on_and_leaves_the_block_writes_nothing_to_the_log(tmp_path):
+    path = tmp_path / "run.jsonl"
+    subprocess.run([sys.executable, "-W", "ignore", "-c", FORKS, str(path)], cwd=ROOT, check=True, timeout=100)
+    assert load_run(path).history.column("step").tolist() == list(range(10))
 
 
 @pytest.mark.long

@@ -42,7 +42,17 @@ def reduced(rank):
     reducer.reduce()
     alone = torch.tensor([float(rank)])
     Reducer([alone]).reduce()
-    return module.weight.grad.item(), alone.item(), module.weight.item()
+    return module.weight.grad.item(), alone.item(), module.weight.item(), module.bias.grad
+
+
+def reduced_with_other_gradients(rank):
+    """Rank 0 has a gradient of the weight only, rank 1 of the bias; nobody of extra."""
+    module = nn.Linear(2, 2)
+    module.extra = nn.Parameter(torch.zeros(3))
+    param = (module.weight, module.bias)[rank]
+    param.grad = torch.full_like(param, 2.0 + rank)
+    Reducer(module).reduce()
+    return module.weight.grad, module.bias.grad, module.extra.grad
 
 
 def overflows_on_rank_1(rank):
@@ -197,9 +207,10 @@ def same(one, other):
 
 
 def all_of_them(rank):
-    functions = (gradients_by_setting, reduced, overflows_on_rank_1, resumed_after_unequal_seeds, combined_and_not)
+    functions = (gradients_by_setting, reduced, reduced_with_other_gradients, overflows_on_rank_1)
     results = {}
-    for function in (*functions, in_buckets_and_not, half_gradients, accumulated):
+    functions += (resumed_after_unequal_seeds, combined_and_not, in_buckets_and_not, half_gradients, accumulated)
+    for function in functions:
         results[function.__name__] = function(rank)
         amp.reset()
     return results
@@ -231,9 +242,18 @@ def test_disabled_allreduce_accumulates(ranks):
 
 
 def test_reducer_averages_and_broadcasts(ranks):
-    (gradient, alone, weight), second = (rank["reduced"] for rank in ranks)
-    assert (gradient, alone) == (1.5, 0.5)
-    assert second == (1.5, 0.5, weight)
+    (gradient, alone, weight, bias_gradient), second = (rank["reduced"] for rank in ranks)
+    assert (gradient, alone, bias_gradient) == (1.5, 0.5, None)
+    assert second == (1.5, 0.5, weight, None)
+
+
+def test_reducer_averages_gradients_that_exist_on_one_rank_only(ranks):
+    """Before, the gradients of different parameters were averaged, or a rank was aborted where their sizes differ."""
+    for rank in ranks:
+        of_weight, of_bias, of_extra = rank["reduced_with_other_gradients"]
+        assert of_weight.unique().tolist() == [1.0]
+        assert of_bias.unique().tolist() == [1.5]
+        assert of_extra is None
 
 
 def test_an_overflow_on_one_rank_skips_the_step_of_both(ranks):
