@@ -309,7 +309,8 @@ class GradScaler(torch.amp.GradScaler):
             )
         if row["stage"] is OptState.STEPPED:
             raise RuntimeError(
-                "unscale_() is being called after step(). Call it between the last backward and step(), or not at all."
+                "unscale_() is being called after step() and before update(). Call it between the last backward and "
+                "step(), or not at all, and update() at the end of every iteration."
             )
         with self._unfinished:
             self._unscale(optimizer, row, scale, allow_half=False)
