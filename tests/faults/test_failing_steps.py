@@ -518,4 +518,4 @@ def test_a_tool_that_fails_leaves_the_model_as_it_was(tool):
 @pytest.mark.long
 @TOOLS
 def test_a_tool_that_fails_anywhere_leaves_the_model_as_it_was(tool):
-    assert attack_tool(tool, 1) > 200
+    assert attack_tool(tool, 1) > 100
