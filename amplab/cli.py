@@ -48,6 +48,9 @@ __all__ = ["main", "build_parser", "parse_count"]
 BAD_INPUT = 2
 INTERRUPTED = 130
 
+_LARGEST_COUNT = 10**9  # a billion steps of a millisecond take 12 days
+_MOST_PROCESSES = 1024
+
 BENCH_SUITES = ("scaler", "casting", "kernels", "xray", "diagnose")
 
 
@@ -72,10 +75,12 @@ def open_lab(options: argparse.Namespace) -> int:
     try:
         shipped = find_lessons()
         named, further = _lesson_and_arguments(options)
+        lesson = choose_lesson(shipped, "00" if named is None else named)
         if options.list:
-            print(lesson_table(lesson_rows(shipped, read_progress(progress_file(lessons_directory())))))
+            rows = lesson_rows(shipped, read_progress(progress_file(lessons_directory())))
+            chosen = lesson.relative_to(shipped).with_suffix("").as_posix()
+            print(lesson_table([row for row in rows if named is None or row.name == chosen]))
             return 0
-        lesson = choose_lesson(shipped, named)
         copies = copy_lessons(shipped, lessons_directory(), renew=options.renew)
         plan = plan_launch(
             copies.folder / lesson.relative_to(shipped),
@@ -98,17 +103,22 @@ def open_lab(options: argparse.Namespace) -> int:
     return launch(plan)
 
 
-def _lesson_and_arguments(options: argparse.Namespace) -> tuple[str, list[str]]:
-    """Return the lesson that is named, "00" if none is, and the arguments for JupyterLab, which start with a dash."""
+def _lesson_and_arguments(options: argparse.Namespace) -> tuple[str | None, list[str]]:
+    """Return the lesson that is named, None if none is, and the arguments for JupyterLab, which start with a dash."""
     words = list(options.words)
     named = options.notebook
-    if words and not words[0].startswith("-"):
+    if words and not _is_option(words[0]):
         if named is not None:
             raise LaunchError(f"{words[0]} and --notebook {named}: expected one lesson.")
         named = words.pop(0)
-    if words and not words[0].startswith("-"):
+    if words and not _is_option(words[0]):
         raise LaunchError(f"{words[0]}: expected one lesson, and arguments of JupyterLab only after --.")
-    return "00" if named is None else named, words
+    return named, words
+
+
+def _is_option(word: str) -> bool:
+    """Whether a word is an option: argparse passes on a negative number as an argument, such as -1."""
+    return word.startswith("-") and not word[1:2].isdigit()
 
 
 def lessons_line(copies: WorkingCopies) -> str:
@@ -144,6 +154,8 @@ def _check_launch(nproc: int | None, max_restarts: int | None, *, is_rank: bool)
     """Raise a ValueError if the options of a launch do not fit together."""
     if max_restarts is not None and nproc is None:
         raise ValueError("--max-restarts: expected --nproc too; under torchrun it is an option of torchrun.")
+    if nproc is not None and nproc > _MOST_PROCESSES:
+        raise ValueError(f"--nproc {nproc}: expected at most {_MOST_PROCESSES} processes on one machine.")
     if nproc is not None and is_rank:
         raise ValueError(f"--nproc {nproc}: torchrun has started several processes already; leave --nproc out.")
 
@@ -373,7 +385,9 @@ def add_lab(parser: argparse.ArgumentParser) -> None:
     """Add the options of ``amplab lab``."""
     parser.description = "Open JupyterLab on a lesson. The server accepts connections from this machine only."
     parser.add_argument("--notebook", metavar="03", help="the lesson, by number or name (the same as LESSON)")
-    parser.add_argument("--list", action="store_true", help="list the lessons and your progress, and open nothing")
+    parser.add_argument(
+        "--list", action="store_true", help="list the lessons and your progress, or LESSON alone; open nothing"
+    )
     text = "hide the sources of the cells: the lesson's text and the dashboard alone"
     parser.add_argument("--app", action="store_true", help=text)
     text = "write new copies of the lessons; the ones that you have changed get another name"
@@ -449,18 +463,19 @@ def add_run(parser: argparse.ArgumentParser) -> None:
 
 
 def parse_count(text: str) -> int:
-    """Read a whole number > 0.
+    """Read a whole number > 0 and at most 10**9.
 
     >>> parse_count("300"), parse_count("1e3"), parse_count("2**5")
     (300, 1000, 32)
 
     Raises:
-        argparse.ArgumentTypeError: the text is not a whole number > 0.
+        argparse.ArgumentTypeError: the text is not such a number.
     """
     try:
         number = parse_number(text)
     except ValueError:
         number = -1.0
-    if not number >= 1 or not number.is_integer():
-        raise argparse.ArgumentTypeError(f"{text!r}: expected a whole number > 0 such as 300, 1e3 or 2**10")
+    if not 1 <= number <= _LARGEST_COUNT or not number.is_integer():
+        such = f"expected a whole number > 0 such as 300, 1e3 or 2**10, at most {_LARGEST_COUNT}"
+        raise argparse.ArgumentTypeError(f"{text!r}: {such}")
     return int(number)

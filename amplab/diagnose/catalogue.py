@@ -280,6 +280,10 @@ _OWN_STEP = by_scaling(
     scaler="scaler.step({name})  # after the backward of its own loss, before scaler.update()",
 )
 _WINDOW = _setting("scale_window={new_window}", "growth_interval={new_window}")
+_FORGET = (
+    "    for kept in (state.error_dict, state.p_memory_dict, state.q_memory_dict):  # state: of register_comm_hook\n"
+    "        kept.clear()"
+)
 
 # -- the table ---------------------------------------------------------------------------------------------------------
 
@@ -1720,6 +1724,24 @@ _RANKS = (
                 "are those of rank 0.",
                 "model = amplab.parallel.convert_syncbn_model(model)\n"
                 "model = amplab.parallel.DistributedDataParallel(model)  # torch's refuses SyncBatchNorm on the CPU",
+            )
+        },
+    ),
+    CatalogueEntry(
+        "compression-keeps-nonfinite",
+        "The compression of gradients adds NaN to every later step",
+        ("error",),
+        {
+            "": Case(
+                "The {state} holds NaN or inf of an earlier step in {kept}.",
+                "{state} adds the error of earlier gradients to the next ones, and begins with their factors. After "
+                "one overflow every gradient is NaN, and every step is skipped at any loss scale.",
+                by_scaling(
+                    f"if not amp.last_step(optimizer).stepped:  # of a scaler: scaler.last_step\n{_FORGET}",
+                    apex=f"optimizer.step()\nif not amp.last_step(optimizer).stepped:\n{_FORGET}",
+                    amplab=f"scaler.update()\nif not scaler.last_step.stepped:\n{_FORGET}",
+                    torch=f"scale = scaler.get_scale()\nscaler.update()\nif scaler.get_scale() < scale:\n{_FORGET}",
+                ),
             )
         },
     ),

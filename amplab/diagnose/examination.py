@@ -40,7 +40,12 @@ from amplab.diagnose.rules.lost_gradients import gradients_lost_downstream
 from amplab.diagnose.rules.nonfinite import api_in_use, finding_of
 from amplab.diagnose.rules.parameters import nonfinite_buffers, parameter_findings
 from amplab.diagnose.rules.raised import Raised, finding_of_error
-from amplab.diagnose.rules.ranks import gradients_missing_on_a_rank, model_of_a_rank_findings, ranks_findings
+from amplab.diagnose.rules.ranks import (
+    compression_keeps_nonfinite,
+    gradients_missing_on_a_rank,
+    model_of_a_rank_findings,
+    ranks_findings,
+)
 from amplab.diagnose.rules.run import run_findings
 from amplab.diagnose.rules.scaled_loss import loss_depends_on_scale
 from amplab.diagnose.rules.schedule import schedule_findings
@@ -57,7 +62,7 @@ from amplab.diagnose.train_step.rehearse_loop import RecordingError, rehearse_lo
 from amplab.diagnose.train_step.schedules import schedulers_of
 from amplab.display.numbers import count, power
 from amplab.parallel.rank_state import RankState
-from amplab.parallel.ranks import texts_of_ranks, this_rank
+from amplab.parallel.ranks import data_parallel, texts_of_ranks, this_rank
 from amplab.policies import PrecisionPolicy
 from amplab.policies.nested_tensors import samples_in
 from amplab.trace.argument_checks import check_loss_scale
@@ -177,6 +182,7 @@ def doctor(
     found += model_of_a_rank_findings(
         model, samples_in(batch), in_use.opt_level if isinstance(in_use, Session) else None
     )
+    found += compression_keeps_nonfinite(data_parallel(model), Api(api_style_of(in_use)))
     of_ranks, silent = _compare_ranks(model, observed, optimizers, setting.loss_scale)
     found += of_ranks
     if train_step is not None:

@@ -15,7 +15,7 @@ from numbers import Real
 
 import numpy as np
 
-from amplab.display.drawings import scale_drawing
+from amplab.display.charts import scale_drawing
 from amplab.display.numbers import count, percent, power
 from amplab.display.table import Card, Column, Table
 from amplab.formats import FLOAT16, ExponentHistogram, FloatFormat

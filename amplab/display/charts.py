@@ -1,6 +1,7 @@
 """Charts for the lessons, drawn as SVG in the colors of the page, each with one line of numbers as its text.
 
     line_chart       curves, such as losses over the steps
+    scale_drawing    loss scales over the steps
     bar_chart        one number for each name
     exponent_chart   the exponents of many values over the ranges of a format
 
@@ -13,6 +14,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
+from itertools import pairwise
 from typing import TYPE_CHECKING
 
 from amplab.display.axes import LEGEND_LINE, Area, curve_style, legend
@@ -21,12 +23,16 @@ from amplab.display.html import Markup, page, with_still
 from amplab.display.numbers import binary_power, power, raised_power
 
 if TYPE_CHECKING:
+    import numpy as np
+
     from amplab.formats import ExponentHistogram, FloatFormat
 
-__all__ = ["Chart", "bar_chart", "exponent_chart", "line_chart"]
+__all__ = ["Chart", "bar_chart", "exponent_chart", "line_chart", "scale_drawing"]
 
 _CHARACTER = 6.4  # width
-_MOST_POINTS = 400  # of a curve; more are thinned evenly
+_MOST_POINTS = 400  # of a curve; more are thinned
+_MOST_TURNS = 100  # of a curve with a line of full width; one with more is thin, so that others are seen through it
+_TITLE = 14  # height of the title, with the space below it
 
 
 @dataclass(frozen=True)
@@ -41,8 +47,12 @@ class Chart:
     drawing: Markup
     text: str
 
+    def html(self) -> Markup:
+        """Return the drawing as a part of a page."""
+        return with_still(self.drawing)
+
     def _repr_html_(self) -> str:
-        return page("", with_still(self.drawing))
+        return page("", self.html())
 
     def __repr__(self) -> str:
         return self.text
@@ -59,8 +69,11 @@ def line_chart(
     y_label: str = "",
     log_y: bool = False,
     marks: Mapping[float, str] | None = None,
+    holds: bool | None = None,
 ) -> Chart:
     """Draw curves over a common axis; values that are not finite are marked on the upper edge.
+
+    Of a curve with many values, the least and the greatest of each few neighbors are drawn.
 
     >>> line_chart({"O0": [2.31, 0.52, 0.118], "O1": [2.31, math.inf, 0.25]}, y_label="loss")
     loss over step 0 to 2: O0 2.3 -> 0.12; O1 2.3 -> 0.25 (1 not finite)
@@ -70,7 +83,9 @@ def line_chart(
         x: the place of each value, ascending; None counts from 0.
         x_label, y_label: what the axes show.
         log_y: whether the vertical axis is logarithmic. Its ticks are powers of two if all values are, else of ten.
-        marks: place -> word; a vertical line and its word.
+        marks: place -> word; a vertical line and its word, which is written once where it repeats.
+        holds: whether each value holds until the next one, as a loss scale does; None: if the ticks are powers of two
+            because all values are.
 
     Raises:
         ValueError: there is no curve, or `x` has another length than the longest curve.
@@ -78,21 +93,21 @@ def line_chart(
     curves = {name: list(values) for name, values in curves.items()}  # arrays too, such as a column of a history
     places = _places(curves, x)
     shown = [value for values in curves.values() for value in values if _is_shown(value, log=log_y)]
-    shows_names = len(curves) > 1 or not y_label
-    key, lines = legend(list(curves), top=26) if shows_names else ([], 0)
+    names = list(curves) if len(curves) > 1 or not y_label else []
+    key, lines = legend(names, top=16 + _TITLE, triangles=_not_finite(curves, named=bool(names)))
     axis = _Axis.of(shown, log=log_y)
     area = Area(
         first=places[0],
         last=places[-1] if places[-1] > places[0] else places[0] + 1.0,
         low=axis.low,
         high=axis.high,
-        height=250 + LEGEND_LINE * lines,
-        top=26 + LEGEND_LINE * lines,
-        bottom=38,
+        height=254 + LEGEND_LINE * lines,
+        top=28 + LEGEND_LINE * lines,
+        bottom=40,
     )
-    parts = [*axis.grid(area), *_across(area, x_label), *_words(area, marks or {}), _title(y_label)]
+    parts = [*axis.grid(area), *area.across(x_label), *_words(area, marks or {}), _title(y_label)]
     for number, (name, values) in enumerate(curves.items()):
-        parts += _curve(area, places, values, number=number, log=log_y)
+        parts += _curve(area, axis, places, values, number=number, holds=axis.binary if holds is None else holds)
         parts += [
             area.triangle(place, f"{name}: not finite")
             for place, value in zip(places, values, strict=False)
@@ -111,6 +126,14 @@ def _places(curves: Mapping[str, Sequence[float]], x: Sequence[float] | None) ->
     if x is not None and len(x) != longest:
         raise ValueError(f"x has {len(x)} values and the longest curve {longest}: expected the same number.")
     return range(longest) if x is None else x
+
+
+def _not_finite(curves: Mapping[str, Sequence[float]], *, named: bool) -> str:
+    """The entry of the legend for the triangles: which curves have values that are not finite."""
+    broken = [name for name, values in curves.items() if not all(map(math.isfinite, values))]
+    if not broken:
+        return ""
+    return f"not finite: {', '.join(broken)}" if named else "not finite"
 
 
 def _is_shown(value: float, *, log: bool) -> bool:
@@ -132,10 +155,17 @@ class _Axis:
         binary = log and all(height == round(height) for height in heights)
         low, high = min(heights, default=0.0), max(heights, default=1.0)
         if log:
-            return cls(math.floor(low) - 0.5, math.ceil(high) + 0.5, log, binary)
+            beyond = 0.5 if high > low else 1.5  # a constant has a power of two above and below it
+            return cls(math.floor(low) - beyond, math.ceil(high) + beyond, log, binary)
         low = 0.0 if 0.0 <= low <= 0.6 * high else low  # an axis that can start at zero does
         span = (high - low) or abs(high) or 1.0
         return cls(low - (0.05 * span if low else 0.0), high + 0.05 * span, log, binary)
+
+    def height_of(self, value: float) -> float:
+        """Return the place of a value on the axis, NaN if it has none."""
+        if not _is_shown(value, log=self.log):
+            return math.nan
+        return math.log2(value) if self.log else value
 
     def grid(self, area: Area) -> Iterator[str]:
         if not self.log or self.binary:
@@ -154,26 +184,13 @@ class _Axis:
             yield area.grid_line(exponent * digits, raised_power(10, exponent) if small else f"{10.0**exponent:g}")
 
 
-def _across(area: Area, label: str) -> Iterator[str]:
-    """The numbers of the horizontal axis and what it shows."""
-    middle = (area.first + area.last) / 2
-    if float(area.first).is_integer() and float(area.last).is_integer():
-        middle = (area.first + area.last) // 2
-    for value, anchor in ((area.first, "start"), (middle, "middle"), (area.last, "end")):
-        yield (
-            f'<text x="{area.x(value)}" y="{area.height - area.bottom + 15}" text-anchor="{anchor}">{value:,.6g}</text>'
-        )
-    center = (area.left + area.width - area.right) / 2
-    yield f'<text x="{center}" y="{area.height - 6}" text-anchor="middle">{escape(label)}</text>'
-
-
 def _title(label: str) -> str:
     return f'<text x="2" y="12" font-weight="600">{escape(label)}</text>'
 
 
 def _words(area: Area, marks: Mapping[float, str]) -> Iterator[str]:
     """A vertical line for each mark; the word stands on the side that has room, and not over the one before."""
-    free = -math.inf
+    free, written = -math.inf, None
     for place, word in sorted(marks.items()):
         if not area.first <= place <= area.last:
             continue
@@ -184,35 +201,63 @@ def _words(area: Area, marks: Mapping[float, str]) -> Iterator[str]:
         )
         turned = at + length > area.width
         start = at - 4 - length if turned else at + 4
-        if start >= free:
-            free = start + length
+        if start >= free and word != written:
+            free, written = start + length, word
             side = f'x="{at - 4:.1f}" text-anchor="end"' if turned else f'x="{at + 4:.1f}"'
             yield f'<text {side} y="{area.top + 4}" font-size="10">{escape(word)}</text>'
 
 
-def _curve(area: Area, places: Sequence[float], values: Sequence[float], *, number: int, log: bool) -> Iterator[str]:
+def _curve(
+    area: Area, axis: _Axis, places: Sequence[float], values: Sequence[float], *, number: int, holds: bool
+) -> Iterator[str]:
     """The lines between the values that are shown; a value that is not shown is a gap."""
-    every = len(values) // _MOST_POINTS + 1
+    heights = [axis.height_of(value) for value in values]
     run: list[str] = []
-    chosen = [*range(0, len(values), every)] if values else []
-    if chosen and chosen[-1] != len(values) - 1:
-        chosen.append(len(values) - 1)
+    chosen = _thinned(_corners(heights) if holds else range(len(heights)), heights)
+    style = curve_style(number, width=1 if _turns([heights[place] for place in chosen]) > _MOST_TURNS else None)
     for place in chosen:
-        value = values[place]
-        if _is_shown(value, log=log):
-            run.append(f"{area.x(places[place])},{area.y(math.log2(value) if log else value)}")
-        elif run:
-            yield _stroke(run, number)
+        if math.isnan(heights[place]):
+            if run:
+                yield _stroke(run, style)
             run = []
+            continue
+        if holds and run:
+            run.append(f"{area.x(places[place])},{run[-1].partition(',')[2]}")
+        run.append(f"{area.x(places[place])},{area.y(heights[place])}")
     if run:
-        yield _stroke(run, number)
+        yield _stroke(run, style)
 
 
-def _stroke(points: Sequence[str], number: int) -> str:
+def _turns(heights: Sequence[float]) -> int:
+    """Return how often values stop rising or falling."""
+    steps = [after - before for before, after in pairwise(heights)]
+    return sum(after * before < 0 for before, after in pairwise(steps))
+
+
+def _corners(heights: Sequence[float]) -> list[int]:
+    """Return the places where a value is not the one before, and the last."""
+    last = len(heights) - 1
+    return [place for place in range(len(heights)) if place in (0, last) or heights[place] != heights[place - 1]]
+
+
+def _thinned(chosen: Sequence[int], heights: Sequence[float]) -> list[int]:
+    """Return the ends and, of each few neighbors, the least and the greatest: no peak is lost."""
+    if len(chosen) <= _MOST_POINTS:
+        return list(chosen)
+    size = math.ceil(2 * len(chosen) / _MOST_POINTS)
+    kept = {chosen[0], chosen[-1]}
+    for start in range(0, len(chosen), size):
+        group = chosen[start : start + size]
+        shown = [place for place in group if not math.isnan(heights[place])] or group[:1]
+        kept |= {min(shown, key=heights.__getitem__), max(shown, key=heights.__getitem__)}
+    return sorted(kept)
+
+
+def _stroke(points: Sequence[str], style: str) -> str:
     if len(points) == 1:  # a line of one point is not drawn: a short line
         across, up = points[0].split(",")
         points = [points[0], f"{float(across) + 2:.1f},{up}"]
-    return f'<polyline points="{" ".join(points)}" {curve_style(number)}/>'
+    return f'<polyline points="{" ".join(points)}" {style}/>'
 
 
 def _ends(values: Sequence[float]) -> str:
@@ -232,6 +277,19 @@ def _rough(value: float) -> str:
     if float(value).is_integer() and abs(value) < 1e6:
         return f"{value:,.0f}"
     return f"{float(f'{value:.1e}'):g}"
+
+
+def scale_drawing(curves: Mapping[str, Sequence[float] | np.ndarray]) -> Markup:
+    """Draw loss scales over steps, with a legend in which equal curves share an entry.
+
+    Args:
+        curves: name -> the scale at every step.
+    """
+    alike: dict[tuple[float, ...], list[str]] = {}
+    for name, curve in curves.items():
+        alike.setdefault(tuple(map(float, curve)), []).append(name)
+    named = {", ".join(names): scales for scales, names in alike.items()}
+    return line_chart(named, y_label="loss scale", log_y=True, holds=True).html()
 
 
 # ---- bars ---------------------------------------------------------------------------------------

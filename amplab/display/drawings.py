@@ -1,84 +1,17 @@
-"""SVG drawings: loss scales over the steps of a run; losses and exponents in the cells of a table."""
+"""Small SVG drawings in the cells of a table: losses and exponents."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
-from html import escape
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-import numpy as np
-
-from amplab.display.axes import LEGEND_LINE, curve_style, legend
-from amplab.display.html import Markup, with_still
+from amplab.display.html import Markup
 
 if TYPE_CHECKING:
     from amplab.formats import ExponentHistogram, FloatFormat
 
-__all__ = ["exponent_drawing", "loss_drawing", "range_edges", "scale_drawing"]
-
-_WIDTH, _HEIGHT, _LEFT, _BOTTOM, _TOP = 760, 220, 44, 24, 8
-_MOST_CORNERS = 400
-
-
-def scale_drawing(curves: Mapping[str, Sequence[float] | np.ndarray]) -> Markup:
-    """Draw loss scales over steps, with a legend in which equal curves share an entry.
-
-    Args:
-        curves: name -> the scale at every step; scales that are not finite and > 0 are left out.
-    """
-    columns = {name: np.asarray(curve, dtype=np.float64) for name, curve in curves.items()}
-    scales = np.concatenate([np.unique(column) for column in columns.values()])
-    scales = scales[(scales > 0.0) & (scales < math.inf)]
-    if not len(scales):
-        return Markup("")
-    low = math.floor(math.log2(scales.min()))
-    high = max(math.ceil(math.log2(scales.max())), low + 1)
-    steps = max(map(len, columns.values()))
-    alike: dict[bytes, list[str]] = {}
-    for name, column in columns.items():
-        alike.setdefault(column.tobytes(), []).append(name)
-    lines = [
-        f'<polyline points="{" ".join(_corners(columns[names[0]], low, high, steps))}" {curve_style(number)}/>'
-        for number, names in enumerate(alike.values())
-    ]
-    key, lines_of_key = legend([", ".join(names) for names in alike.values()], top=_HEIGHT + 12)
-    label = f'role="img" aria-label="loss scale over {steps} steps of {escape(", ".join(curves))}"'
-    size = f'viewBox="0 0 {_WIDTH} {_HEIGHT + LEGEND_LINE * lines_of_key}" width="{_WIDTH}" style="max-width:100%"'
-    parts = "".join((*_axis(low, high, steps), *lines, *key))
-    return with_still(f'<svg {size} {label} font-size="11" fill="currentColor">{parts}</svg>')
-
-
-def _corners(curve: np.ndarray, low: int, high: int, steps: int) -> Iterator[str]:
-    """The points of a step function; one with too many corners is thinned evenly."""
-    corners = np.flatnonzero(np.diff(curve, prepend=np.nan) != 0).tolist()
-    corners = corners[:: len(corners) // _MOST_CORNERS + 1]
-    heights = [(step, _height(float(curve[step]), low, high)) for step in corners if 0.0 < curve[step] < math.inf]
-    for place, (step, height) in enumerate(heights):
-        if place:
-            yield f"{_across(step, steps)},{heights[place - 1][1]}"
-        yield f"{_across(step, steps)},{height}"
-    if heights:
-        yield f"{_across(len(curve), steps)},{heights[-1][1]}"
-
-
-def _axis(low: int, high: int, steps: int) -> Iterator[str]:
-    every = 2 ** max(0, math.ceil(math.log2((high - low) / 7)))
-    for exponent in range(math.ceil(low / every) * every, high + 1, every):
-        height = _height(2.0**exponent, low, high)
-        yield f'<line x1="{_LEFT}" x2="{_WIDTH}" y1="{height}" y2="{height}" stroke="currentColor" opacity="0.15"/>'
-        yield f'<text x="{_LEFT - 6}" y="{height + 4}" text-anchor="end">2^{exponent}</text>'
-    for step, anchor in ((0, "start"), (steps // 2, "middle"), (steps, "end")):
-        yield f'<text x="{_across(step, steps)}" y="{_HEIGHT - 6}" text-anchor="{anchor}">step {step:,}</text>'
-
-
-def _across(step: int, steps: int) -> float:
-    return round(_LEFT + (_WIDTH - _LEFT) * step / max(steps, 1), 1)
-
-
-def _height(scale: float, low: int, high: int) -> float:
-    return round(_TOP + (_HEIGHT - _TOP - _BOTTOM) * (high - math.log2(scale)) / (high - low), 1)
-
+__all__ = ["exponent_drawing", "loss_drawing", "range_edges"]
 
 _SMALL_WIDTH, _SMALL_HEIGHT = 120, 26
 _MOST_POINTS = 120  # points; more are thinned evenly

@@ -15,7 +15,7 @@ from pathlib import Path
 from amplab.display.palette import palette_css
 
 __all__ = ["Markup", "chip", "dtype_chips", "figures", "html_table", "key", "markup", "name", "page",
-           "ribbon", "with_still"]  # fmt: skip
+           "ribbon", "styled", "with_still"]  # fmt: skip
 
 _DTYPE = re.compile(r"(\b(?:bfloat|float|complex|u?int)\d\w*|\bbool\b)")
 _PART = re.compile(r"[^./]{12,20}_|[^./]+[./]*|[./]+")  # where a path may break; long names also after "_"
@@ -38,20 +38,22 @@ def page(sentence: str, *parts: str) -> str:
     return f'<style>{_style()}</style><div class="amplab-plain">{lead}{"".join(parts)}</div>'
 
 
-def with_still(drawing: str) -> Markup:
-    """Return an SVG drawing with a picture of it for pages that remove SVG and style sheets.
+def styled(*parts: str) -> Markup:
+    """Return parts that only the style sheet of `page` shows.
 
-    JupyterLab does so in a notebook that it does not trust: one that was opened outside of `amplab lab` and not run.
-    The drawing would leave its words without their places, so it is hidden there. The style sheet of `page` shows it,
-    and hides the picture, which has the gray of neither theme.
+    JupyterLab removes style sheets and SVG in a notebook that it does not trust: one that was opened outside of
+    `amplab lab` and not run. A drawing would leave its words there without their places.
     """
+    return Markup(f'<div class="drawn" style="display:none">{"".join(parts)}</div>')
+
+
+def with_still(drawing: str) -> Markup:
+    """Return an SVG drawing with a picture of it, in a gray that both themes show, for pages without `styled` parts."""
     named = re.search(r'aria-label="([^"]*)"', drawing)
     still = drawing.replace("<svg ", '<svg xmlns="http://www.w3.org/2000/svg" color="#7b7b7b" ', 1)
     source = b64encode(still.encode()).decode()
-    return Markup(
-        f'<div class="drawn" style="display:none">{drawing}</div>'
-        f'<img class="still" alt="{named[1] if named else ""}" src="data:image/svg+xml;base64,{source}">'
-    )
+    alt = named[1] if named else ""
+    return Markup(f'{styled(drawing)}<img class="still" alt="{alt}" src="data:image/svg+xml;base64,{source}">')
 
 
 def html_table(
@@ -85,8 +87,9 @@ def html_table(
 
 def figures(named: Mapping[str, str]) -> Markup:
     """Return a few numbers in large type, each below its name."""
-    cells = (f"<div><dt>{markup(name)}</dt><dd>{markup(value)}</dd></div>" for name, value in named.items())
-    return Markup(f'<dl class="figures">{"".join(cells)}</dl>')
+    parts = ((markup(name), markup(value)) for name, value in named.items())
+    cells = "".join(f"<li><small>{name}</small> <strong>{value}</strong></li>" for name, value in parts)
+    return Markup(f'<ul class="figures">{cells}</ul>')
 
 
 def chip(dtype: str) -> Markup:

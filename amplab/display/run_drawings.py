@@ -42,10 +42,7 @@ def run_chart(
     pairs = list(zip(steps, heights, strict=True))
     parts = [
         *area.grid(binary=binary),
-        *(
-            f'<text x="{area.x(step)}" y="{area.height - 7}" text-anchor="{at}">{step:,.0f}</text>'
-            for step, at in _marks(area.first, area.last)
-        ),
+        *area.across(),
         *_changes(changes, area),
         f'<polyline points="{" ".join(_points(pairs, area, holds=binary))}" fill="none" stroke="#0b6bb8" '
         'style="stroke:var(--amp-accent, #0b6bb8)" stroke-width="1.8"/>',
@@ -67,10 +64,6 @@ def _ends(heights: Sequence[float], *, binary: bool) -> tuple[float, float]:
     if binary:
         return math.floor(low) - 1.0, math.ceil(high) + 1.0
     return min(0.0, low), high * 1.04 if high > 0 else low + 1.0
-
-
-def _marks(first: float, last: float) -> tuple[tuple[float, str], ...]:
-    return (first, "start"), ((first + last) // 2, "middle"), (last, "end")
 
 
 def _changes(changes: Iterable[tuple[int, str]], area: Area) -> Iterator[str]:

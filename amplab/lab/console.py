@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 import sys
 import time
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from os import PathLike
 from pathlib import Path
@@ -20,7 +21,7 @@ from amplab.lab.checkpoints import Checkpoint
 from amplab.lab.config import ExperimentConfig
 from amplab.lab.events import StepRecord
 from amplab.lab.experiment import Experiment
-from amplab.lab.rank_exchange import RankExchange
+from amplab.lab.rank_exchange import RankExchange, SilentRanks
 from amplab.lab.run_log import check_writable, runs_directory
 from amplab.lab.tasks import score_named
 from amplab.lab.trainer import Trainer
@@ -125,12 +126,15 @@ def train(
         if len(trainer.history) != checkpoint.step:
             raise RuntimeError(trainer.failures[-1].text)
     progress = _Progress(trainer, steps, sys.stdout if stream is None else stream)
+    silent = None if exchange is None else SilentRanks(exchange.place)
     interrupted = False
     try:
         if len(trainer.history) < steps or checkpoint is None:
             trainer.start(steps - len(trainer.history))
         while not trainer.wait(_REDRAW_SECONDS):
             progress.show()
+            if silent is not None:
+                _tell(silent, progress)
     except KeyboardInterrupt:
         interrupted = True
     finally:
@@ -160,6 +164,16 @@ def check_trainable(config: ExperimentConfig, log_path: str | PathLike[str] | No
 def _check_log(log_path: str | PathLike[str] | None) -> None:
     if log_path is not None:
         check_writable(log_path, "--log ", f"Leave --log out to write to {runs_directory()}.")
+
+
+def _tell(silent: SilentRanks, progress: _Progress) -> None:
+    """Print which ranks do not answer: rank 0 with its progress, another one, which prints none, as an error."""
+    with suppress(RuntimeError):  # the store has ended; so does the step, which says why
+        for line in silent.news():
+            if silent.place.rank == 0:
+                progress.line(line)
+            else:
+                sys.stderr.write(f"amplab train: {line}\n")
 
 
 def _pause(trainer: Trainer, exchange: RankExchange | None) -> None:

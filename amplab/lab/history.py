@@ -63,6 +63,7 @@ _WORDS = tuple(name for name, kind in COLUMNS.items() if kind is np.int32)
 _MISSING = "missing"  # the column that tells a loss that is missing from one that is NaN
 _UNMEASURED = ("score", "grad_exponent")  # NaN where they are None
 _PENDING = 256
+_ROWS_IN_BLOCK = 4096
 _FASTEST = 2**16  # steps that `rate` looks back
 
 MOST_SAMPLES = 1024
@@ -267,6 +268,17 @@ class History:
         with self._filled():
             return self._records(slice(start, None))
 
+    def row_blocks(self) -> Iterator[list[StepRow]]:
+        """Yield the values of all steps in the order of `COLUMNS`, some thousands at a time, as `records` has them."""
+        start = 0
+        while True:
+            with self._filled():
+                block = self._row_values(slice(start, start + _ROWS_IN_BLOCK))
+            if not block:
+                return
+            yield block
+            start += len(block)
+
     def skips(self, start: int = 0) -> list[StepRecord]:
         """Return the skipped steps, from the `start`-th skip on."""
         with self._filled():
@@ -428,10 +440,13 @@ class History:
         return np.array(self._words, dtype=object)[values] if name in _WORDS else values
 
     def _records(self, rows: slice | np.ndarray) -> list[StepRecord]:
+        return [recorded(row) for row in self._row_values(rows)]
+
+    def _row_values(self, rows: slice | np.ndarray) -> list[StepRow]:
         values = {name: self._read(name, rows).tolist() for name in COLUMNS}
         for name in _UNMEASURED:
             values[name] = [None if math.isnan(value) else value for value in values[name]]
-        return [StepRecord(*row) for row in zip(*values.values(), strict=True)]
+        return list(zip(*values.values(), strict=True))
 
 
 # Thinning: which rows of a long run a screen needs, namely those that a drawing of all rows would show.

@@ -32,6 +32,7 @@ if TYPE_CHECKING:
 __all__ = ["active", "attach", "open"]
 
 _LONGEST_ECHO = 60  # characters of a value in an error message
+_LONGEST_RESET = 10.0  # seconds; a comparison that trains meanwhile goes on
 
 
 class _Kernel:
@@ -39,12 +40,22 @@ class _Kernel:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
+        self._asked: ExperimentConfig | None = None  # for what, by the last cell that named a config
         self.trainer: Trainer | None = None
 
-    def obtain(self, config: ExperimentConfig | None) -> tuple[Trainer, bool]:
-        """Return the experiment and True if it runs or is paused, else one of `config` that is ready and False."""
+    def obtain(self, config: ExperimentConfig | None, *, replaces: bool) -> tuple[Trainer, bool]:
+        """Return the experiment and True if it runs or is paused, else one of `config` that is ready and False.
+
+        With `replaces`, a config that was not asked for before begins in place of a paused experiment, which is kept.
+        """
         with self._lock:
             old = self.trainer
+            is_new = config not in (None, self._asked)
+            self._asked = config or self._asked
+            if old is not None and old.state == "paused" and replaces and is_new and config != old.config:
+                old.reset(config)
+                old.wait(_LONGEST_RESET)
+                return old, False
             if old is not None and old.state in ("running", "paused"):
                 return old, True
             if old is not None and old.state == "ready" and config in (None, old.config):
@@ -86,8 +97,9 @@ def open(
     """Return a dashboard of this kernel's experiment; a cell that ends with it displays it.
 
     If an experiment is running or paused, the dashboard shows that experiment, unchanged, and asks whether to continue
-    it or to start the new one. Otherwise it shows a new experiment, with its run log in `runs_directory()`, and offers
-    to continue the last run of a kernel that has ended, from its last checkpoint.
+    it or to start the new one. A `config` that was not asked for before starts at once in place of a paused experiment,
+    which stays under *Runs*. Otherwise the dashboard shows a new experiment, with its log in `runs_directory()`, and
+    offers to continue the last run of a kernel that has ended, from its last checkpoint.
 
     With `model` and `data` the experiment trains a model of your own. The lab needs fresh models and optimizers for
     Reset and Compare: it calls the functions that it was given, or copies the objects as they are now. What you pass is
@@ -123,11 +135,11 @@ def open(
         wanted = _of_own(wanted, register_own(model, **parts))
     elif given:
         raise TypeError(f"open({given[0]}=…) without model=: expected the model to train as well; {_OWN_CALL}.")
-    trainer, has_begun = _kernel.obtain(wanted)
+    trainer, has_begun = _kernel.obtain(wanted, replaces=model is None)
     opened = dashboard(trainer)
     if has_begun:
         opened.offer(None if wanted == trainer.config else wanted)
-    elif (saved := last_checkpoint(runs_directory())) is not None and _is_here(saved.config):
+    elif not trainer.kept.runs and (saved := last_checkpoint(runs_directory())) and _is_here(saved.config):
         opened.offer_saved(saved)
     return opened
 

@@ -4,21 +4,27 @@
 
 as DistributedDataParallel computes it: divided before the sum, in the gradients' own dtype. All ranks therefore see the
 same inf or NaN, and skip the same steps. The requests of every rank, such as to stop, travel in the same buffer, so
-that all ranks act on them after the same step at no further cost.
+that all ranks act on them after the same step at no further cost. `SilentRanks` tells which rank the others wait for.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+import time
+from collections.abc import Iterator, Sequence
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from amplab.parallel.ranks import Rank
+from amplab.parallel.ranks import PostedTexts, Rank
 
-__all__ = ["RankExchange", "RankLost"]
+__all__ = ["SILENT", "RankExchange", "RankLost", "SilentRanks"]
+
+SILENT = 10.0
+"""Seconds without an answer of a rank after which this is told."""
+
+_ANSWERS_EVERY = 1.0  # seconds
 
 _REQUESTS = ("stop", "checkpoint")
 _SOURCE = re.compile(r"^\[[^\]]*\.cc:\d+\] ")
@@ -89,6 +95,45 @@ class RankExchange:
                 f"rank {self.place.rank} of {self.place.world_size} stopped: another rank has ended, or did not answer "
                 f"in time ({_reason(error)})."
             ) from error
+
+
+class SilentRanks:
+    """Tells which ranks do not answer while a step waits for them, such as one that a signal has stopped.
+
+    Each rank posts a number to the store of the process group once a second, from a thread that does not train. Rank 0
+    looks at those of the others, and rank 1 at that of rank 0. Nothing waits for another rank.
+
+    Attributes:
+        place: this rank.
+    """
+
+    def __init__(self, place: Rank) -> None:
+        self.place = place
+        self._texts = PostedTexts("answers")
+        others = range(1, place.world_size) if place.rank == 0 else range(place.rank == 1)
+        self._silent: set[int] = set()
+        self._answers, self._due = 0, 0.0
+        # What each rank has posted, and how often this one had answered when that was new: not the time, which goes on
+        # while a signal stops this rank, too.
+        self._last = dict.fromkeys(others, ("", 0))
+
+    def news(self) -> Iterator[str]:
+        """Answer, if it is time, and yield a line about each rank that does so no longer, or again."""
+        now = time.monotonic()
+        if now < self._due:
+            return
+        self._answers, self._due = self._answers + 1, now + _ANSWERS_EVERY
+        self._texts.post(str(self._answers))
+        posted = self._texts.read() if self._last else {}
+        for rank, (before, since) in self._last.items():
+            if (text := posted.get(rank, "")) != before:
+                self._last[rank] = text, self._answers
+                if rank in self._silent:
+                    self._silent.remove(rank)
+                    yield f"rank {rank} answers again."
+            elif (self._answers - since) * _ANSWERS_EVERY > SILENT and rank not in self._silent:
+                self._silent.add(rank)
+                yield f"rank {rank} has not answered for {SILENT:g} s; the other ranks wait for it."
 
 
 def _reason(error: RuntimeError) -> str:

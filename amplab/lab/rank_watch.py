@@ -3,6 +3,7 @@
     after some steps    the state of this rank (`parallel.rank_state`), to its own log, when the next step begins: the
                         loop may average the weights after the optimizer's step
                         its scales, skips, states and findings, to the store of the process group
+    after a skip        a finding if communication hooks still keep NaN of it when the next step begins
     findings()          reads what the other ranks have posted, for the rules that compare ranks
 
 The logs of all ranks say the same to `load_run`, with the same rules.
@@ -22,13 +23,14 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from amplab.diagnose import Finding, Observation, StepObservation
-from amplab.diagnose.rules.ranks import model_of_a_rank_findings, ranks_findings
+from amplab.diagnose.remedies.api_styles import Api
+from amplab.diagnose.rules.ranks import compression_keeps_nonfinite, model_of_a_rank_findings, ranks_findings
 from amplab.lab.findings import LOOK_BACK, finding_from_log, finding_to_log
 from amplab.lab.history import History
 from amplab.lab.rank_logs import findings_of_ranks
 from amplab.lab.run_store import RunStore
 from amplab.parallel.rank_state import RankState, is_state_due
-from amplab.parallel.ranks import PostedTexts, Rank, this_rank
+from amplab.parallel.ranks import PostedTexts, Rank, data_parallel, this_rank
 
 __all__ = ["RankWatch"]
 
@@ -53,6 +55,7 @@ class RankWatch:
     Args:
         model, optimizers: those of the loop.
         store: keeps the run of this rank.
+        api: what scales the loss, for remedies.
         wrappers: returns the DistributedDataParallel that are known to be around the model.
         fail: called with a sentence if something fails; the loop goes on.
     """
@@ -63,31 +66,36 @@ class RankWatch:
         optimizers: Sequence[Optimizer],
         store: RunStore,
         *,
+        api: Api,
         wrappers: Callable[[], Sequence[DistributedDataParallel]],
         fail: Callable[[str], object],
     ) -> None:
-        self._wrappers = wrappers
+        self._api, self._wrappers = api, wrappers
         self._model, self._optimizers, self._store, self._fail = model, optimizers, store, fail
         self._place: Rank | None = None
         self._texts: PostedTexts | None = None
         self._states: list[RankState] = []
         self._due: int | None = None  # the step whose state is written down when the next one begins
-        self._explained = 0
+        self._after_skip: int | None = None  # the step after a skipped one, until it begins
+        self._kept: list[Finding] = []  # of communication hooks, after the last skip
+        self._explained = self._skips = 0
         self._has_ended = self._has_raised = self._has_waited = False
 
     @property
     def is_due(self) -> bool:
         """Whether `at_forward` has something to write down."""
-        return self._due is not None
+        return self._due is not None or self._after_skip is not None
 
     def at_forward(self) -> None:
-        """Write down and post the state after the last step, if it is due. Sync: one if it is."""
+        """Write down and post what is due after the last step. Sync: one if something is."""
         step, self._due = self._due, None
-        if step is None:
-            return
+        begins, self._after_skip = self._after_skip, None
         try:
-            self._note_state(step)
-            self._post()
+            if begins is not None:
+                self._look_at_compression(begins)
+            if step is not None:
+                self._note_state(step)
+                self._post()
         except Exception as error:  # noqa: BLE001  a comparison of ranks must not end the loop
             self._give_up(error)
 
@@ -103,10 +111,14 @@ class RankWatch:
             self._place = this_rank()
         if self._place is None:
             return
+        self._after_skip = None
         if self._due is not None:  # the loop calls the model by another wrapper than the watch has
             self._due = step
             self.at_forward()
         self._due = step if is_state_due(step) else None
+        skips, self._skips = self._skips, self._store.history.skip_count
+        if self._skips > skips:
+            self._after_skip = step + 1
         explained = len(self._store.history.explanations)
         if step and explained == self._explained:
             return  # most steps
@@ -118,6 +130,14 @@ class RankWatch:
             self._post()
         except Exception as error:  # noqa: BLE001  a comparison of ranks must not end the loop
             self._give_up(error)
+
+    def _look_at_compression(self, step: int) -> None:
+        """Find what communication hooks keep of the skipped step before: the loop may clear it after its update."""
+        wrappers = dict.fromkeys((*data_parallel(self._model), *self._wrappers()))
+        found = list(compression_keeps_nonfinite(wrappers, self._api))
+        for each in found if found != self._kept else ():  # once for all the skips that it causes
+            self._store.find(step, each)
+        self._kept = found
 
     def end(self, raised: str) -> None:
         """The loop has ended, with an exception or with none."""

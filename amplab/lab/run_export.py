@@ -15,6 +15,7 @@ from dataclasses import asdict
 from typing import Any
 
 from amplab import __version__
+from amplab.lab.events import StepRow
 from amplab.lab.history import COLUMNS, History
 
 __all__ = ["run_csv", "run_json"]
@@ -32,9 +33,8 @@ def run_csv(history: History | Mapping[int, History]) -> str:
     writer = csv.writer(file, lineterminator="\n")
     writer.writerow([*(["rank"] if isinstance(history, Mapping) else []), *COLUMNS])
     for rank, each in [(None, history)] if isinstance(history, History) else [*history.items()]:
-        first = [] if rank is None else [rank]
-        for record in each.records():
-            writer.writerow([*first, *(getattr(record, name) for name in COLUMNS)])
+        for block in each.row_blocks():
+            writer.writerows(block if rank is None else ((rank, *row) for row in block))
     return file.getvalue()
 
 
@@ -45,21 +45,30 @@ def run_json(history: History, config: object) -> str:
         history: The run.
         config: What was run; its string restores an experiment of the lab.
     """
-    rows = [[_plain(getattr(record, name)) for name in COLUMNS] for record in history.records()]
     explained = {str(step): _plain(each.as_dict()) for step, each in history.explanations.items()}
-    return json.dumps(
-        {
-            "amplab": __version__,
-            "config": str(config),
-            "columns": list(COLUMNS),
-            "steps": rows,
-            "changes": [asdict(each) for each in history.changes],
-            "explanations": explained,
-            "memory": [{"step": step, **asdict(used)} for step, used in history.memory],
-        },
-        allow_nan=False,
-        ensure_ascii=False,
-    )
+    entries = {
+        "amplab": _json(__version__),
+        "config": _json(str(config)),
+        "columns": _json(list(COLUMNS)),
+        "steps": f"[{', '.join(_json_rows(block) for block in history.row_blocks())}]",
+        "changes": _json([asdict(each) for each in history.changes]),
+        "explanations": _json(explained),
+        "memory": _json([{"step": step, **asdict(used)} for step, used in history.memory]),
+    }
+    return "{" + ", ".join(f'"{name}": {text}' for name, text in entries.items()) + "}"
+
+
+def _json(value: Any) -> str:
+    return json.dumps(value, allow_nan=False, ensure_ascii=False)
+
+
+def _json_rows(block: list[StepRow]) -> str:
+    """Return some steps as JSON, without the brackets around them."""
+    try:
+        text = _json(block)
+    except ValueError:  # a number that JSON does not have
+        text = _json([[_plain(value) for value in row] for row in block])
+    return text[1:-1]
 
 
 def _plain(value: Any) -> Any:

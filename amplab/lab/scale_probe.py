@@ -6,18 +6,21 @@ scaler           a step is over when                          it was skipped whe
 apex session     the optimizer's ``step`` has returned        the session reports it
 amplab's         ``update`` has updated the scale             the scaler reports it
 torch's          the next forward starts, or the watch ends   the scaler did not call the optimizer, or told it
-                                                              that it found inf
+                 (in `Watch.batches`: the next batch)         that it found inf; of several steps of one batch, one
 none             the optimizer's ``step`` has returned        never
 ===============  ===========================================  ==============================================
 
 torch's scaler has no hook, and it does not call an optimizer whose step it skips. The evidence is in its record of the
-iteration, which ``update`` replaces and the probe keeps. Its scale is read once per step, so only amplab's scaler
-reports the scales of several backwards of one step. A session unscales the gradients of each backward before it adds
-them, so that different scales do not mix.
+iteration, which ``update`` replaces and the probe keeps. If one batch has several steps, the probe keeps the record of
+the first; a later skip is counted if the optimizer was called at least twice and the scale fell by a power of the
+backoff factor. After a single call such a fall may also be the loop's own ``update(new_scale)``. The scale is read once
+per step, so only amplab's scaler reports the scales of several backwards of one step. A session unscales the gradients
+of each backward before it adds them, so that different scales do not mix.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -130,24 +133,24 @@ class _ApexProbe(ScaleProbe):
         return ScaledStep(records[-1].loss_scale, self.scale(), bool(bad), first, records[-1].loss)
 
 
-class _Call:
-    """The call of an optimizer's step in this iteration. A fused optimizer is called in a skipped step, too."""
+class _Calls:
+    """The calls of an optimizer's step since the last report. A fused optimizer is called in a skipped step, too."""
 
     def __init__(self) -> None:
-        self.was_made = False
+        self.count = 0
         self._found_inf: Tensor | None = None
 
     def see(self, optimizer: Optimizer, *_: object) -> None:
         """Called after the optimizer's step, which has ``found_inf`` while it runs if it is fused."""
-        self.was_made, self._found_inf = True, getattr(optimizer, "found_inf", None)
+        self.count, self._found_inf = self.count + 1, getattr(optimizer, "found_inf", None)
 
     def found_inf(self) -> bool:
-        """Whether the fused optimizer has skipped. Sync: one for a fused optimizer."""
+        """Whether the fused optimizer has skipped in its last call. Sync: one for a fused optimizer."""
         return self._found_inf is not None and self._found_inf.item() > 0
 
     def forget(self) -> None:
         """Begin another iteration."""
-        self.was_made, self._found_inf = False, None
+        self.count, self._found_inf = 0, None
 
 
 class _AmplabProbe(ScaleProbe):
@@ -159,16 +162,16 @@ class _AmplabProbe(ScaleProbe):
         self.growth_interval = scaler.get_growth_interval() if self.dynamic else None
 
     def follow(self, optimizer: Optimizer, report: Report) -> Callable[[], None]:
-        call = _Call()
+        calls = _Calls()
 
         def hear(record: ScaleRecord) -> None:
-            if call.was_made and record.skipped and not call.found_inf():  # another optimizer has skipped its step
+            if calls.count and record.skipped and not calls.found_inf():  # another optimizer has skipped its step
                 record = replace(record, skipped=False, first_nonfinite=None)
-            if call.was_made or record.skipped:  # an update that sets the scale is not a step
+            if calls.count or record.skipped:  # an update that sets the scale is not a step
                 report(record)
-            call.forget()
+            calls.forget()
 
-        ends = self._scaler.subscribe(hear), optimizer.register_step_post_hook(call.see).remove
+        ends = self._scaler.subscribe(hear), optimizer.register_step_post_hook(calls.see).remove
 
         def end() -> None:
             for each in ends:
@@ -191,13 +194,15 @@ class _TorchProbe(ScaleProbe):
         self._scale = scaler.get_scale()
         self._rows = scaler._per_optimizer_states  # of this iteration; `update` replaces it
         self._reported: dict[str, Any] | None = None
-        self._call = _Call()
+        self._calls = _Calls()
+        self._called_in_first = False  # in the iteration of `_rows`; further ones may have followed
         self._optimizer_id = 0
         self._report: Report | None = None
 
     def follow(self, optimizer: Optimizer, report: Report) -> Callable[[], None]:
         self._report, self._optimizer_id = report, id(optimizer)
-        remove = optimizer.register_step_post_hook(self._call.see).remove
+        self._scale, self._rows = self._scaler.get_scale(), self._scaler._per_optimizer_states
+        remove = optimizer.register_step_post_hook(self._see_call).remove
 
         def end() -> None:
             self.at_forward()
@@ -205,6 +210,10 @@ class _TorchProbe(ScaleProbe):
             remove()
 
         return end
+
+    def _see_call(self, optimizer: Optimizer, *_: object) -> None:
+        self._calls.see(optimizer)
+        self._called_in_first |= self._scaler._per_optimizer_states is self._rows
 
     def scale(self) -> float:
         return self._scaler.get_scale()
@@ -214,11 +223,21 @@ class _TorchProbe(ScaleProbe):
         row = self._rows.get(self._optimizer_id)
         self._scale, self._rows = scale, self._scaler._per_optimizer_states
         stepped = row is not None and row["stage"] is OptState.STEPPED and row is not self._reported
-        if self._report is not None and (stepped or self._call.was_made):
+        if self._report is not None and (stepped or self._calls.count):
             self._reported = row
-            skipped = not self._call.was_made or self._call.found_inf()
-            self._call.forget()
+            skipped = stepped and not self._called_in_first
+            skipped = skipped or self._calls.found_inf() or (self._calls.count > 1 and self._backed_off(was, scale))
+            self._called_in_first = False
+            self._calls.forget()
             self._report(ScaledStep(was, scale, skipped))
+
+    def _backed_off(self, was: float, scale: float) -> bool:
+        """Whether the scale fell as updates after skipped steps lower it: by a power of the backoff factor."""
+        factor = self._scaler.get_backoff_factor()
+        if not 0 < scale < was or not 0 < factor < 1:
+            return False
+        power = math.log(scale / was, factor)
+        return round(power) > 0 and math.isclose(power, round(power), rel_tol=1e-5)
 
 
 def probe_of(scaler: Session | torch.amp.GradScaler | object | None, optimizer: Optimizer) -> ScaleProbe:

@@ -36,6 +36,7 @@ from torch.utils.hooks import RemovableHandle
 from amplab.amp import ScaleRecord, Session, master_params
 from amplab.diagnose import Findings, Observation, finding_of, run_findings
 from amplab.diagnose.catalogue import finding
+from amplab.diagnose.remedies.api_styles import Api, ApiStyle
 from amplab.diagnose.rules.parameters import adam_on_half, nonfinite_buffers
 from amplab.display.html import page
 from amplab.display.numbers import count, short_text
@@ -111,7 +112,8 @@ class Watch:
         self._check: StepCheck | None = None
         self._look = StepLook(model, optimizers, self._probe, self._store.find, self._fail)
         self._failures: list[str] = []
-        self._ranks = RankWatch(model, optimizers, self._store, wrappers=lambda: self._rerun.wrappers, fail=self._fail)
+        api, around = Api(ApiStyle(self._probe.kind)), lambda: self._rerun.wrappers
+        self._ranks = RankWatch(model, optimizers, self._store, api=api, wrappers=around, fail=self._fail)
         self._batch_size: int | None = None
         self._has_batches = False  # in the body of `batches`, which tells when a step begins
         self._needs_other_ranks = False  # no step can run again on this rank alone
@@ -125,7 +127,7 @@ class Watch:
         self._loss: float | Tensor | None = None
         self._loss_in_output = False
         self._measured = -1  # the step that was measured last
-        self._unrecorded: tuple[ScaledStep | ScaleRecord, float | Tensor | None, int] | None = None
+        self._unrecorded: deque[_Outcome] = deque()  # several only after interrupts
         self._skips_in_a_row = self._bad_in_a_row = 0
         self._began = 0  # ns
 
@@ -165,7 +167,8 @@ class Watch:
             self._look.batch_ends()
             self._stop_following()
             self._ranks.end(raised)
-            self._record_rest()
+            if self._unrecorded:
+                self._record_rest()
             self._store.close(raised)
         finally:
             self._stop_following()
@@ -324,7 +327,8 @@ class Watch:
 
     def _see_gradients(self, *_: object) -> None:
         """Called before the optimizer's step, when the gradients exist."""
-        self._record_rest()
+        if self._unrecorded:
+            self._record_rest()
         self._measured = self._steps
         if self._steps % self._every == 0:
             self._measure.take()
@@ -352,10 +356,9 @@ class Watch:
         return (self._loss is None or math.isfinite(self._loss)) and not self._probe.found_inf()
 
     def _take(self, outcome: ScaledStep | ScaleRecord) -> None:
-        self._record_rest()
-        step = self._steps
-        self._unrecorded = outcome, self._loss, step
-        row = self._record(*self._unrecorded)
+        self._unrecorded.append(_Outcome(outcome, self._loss))  # first, so that an interrupt does not lose the step
+        row = self._record_rest()
+        step = row[0]
         self._rates.append((step, float(self._optimizers[0].param_groups[0]["lr"])))
         if (histogram := self._measure.histogram) is not None:
             self._keep_measure(step, histogram, outcome)
@@ -375,18 +378,22 @@ class Watch:
         if self._subscribers or self._scalars is not None:
             self._publish(recorded(row))
 
-    def _record_rest(self) -> None:
-        """Record a step whose record was interrupted."""
-        if self._unrecorded is not None:
-            self._record(*self._unrecorded)
+    def _record_rest(self) -> StepRow:
+        """Record the step that is over, and those before whose record was interrupted; return the last one."""
+        while True:
+            row = self._record(self._unrecorded[0])
+            self._unrecorded.popleft()
+            if not self._unrecorded:
+                return row
 
-    def _record(self, outcome: ScaledStep | ScaleRecord, loss: float | Tensor | None, step: int) -> StepRow:
-        if self._measured != step:  # an interrupt has left what was measured
+    def _record(self, done: _Outcome) -> StepRow:
+        if done.step is None:
+            done.step = self._steps
+        if self._measured != done.step:  # an interrupt has left what was measured
             self._measure.forget()
-        row = self._row(step, outcome, loss)
-        if self._steps == step:
+        row = self._row(done.step, done.outcome, done.loss)
+        if self._steps == done.step:  # else it was interrupted after this
             self._store.append_row(row)
-        self._unrecorded = None
         return row
 
     def _row(self, step: int, outcome: ScaledStep | ScaleRecord, loss: float | Tensor | None) -> StepRow:
@@ -456,6 +463,7 @@ class Watch:
                 is_finite = math.isfinite(value)
                 failure += f" The loss of rank {rank} was {'finite' if is_finite else short_text(value)}."
                 evidence |= {} if is_finite else {"rank": rank}
+                failure += self._where_gradients_overflow() if is_finite else ""
             self._store.find(step, finding("step-not-explained", case, evidence=evidence, failure=failure))
             why = f"could not run again: {failure}"
             self._store.explain(SkipExplanation(step, "once", why, rank=rank))
@@ -467,6 +475,14 @@ class Watch:
             if found is not None:
                 self._store.find(step, finding_of(found))
         self._store.budget.took(time.perf_counter() - began, kind)
+
+    def _where_gradients_overflow(self) -> str:
+        """Say which gradients of this rank are finite: a backward, which begins at the last one, overflowed there."""
+        given = [(name, each) for name, each in self._model.named_parameters() if each.grad is not None]
+        bad = [name for name, each in given if not _is_finite(each)]
+        if not bad or bad[-1] == given[-1][0]:
+            return ""
+        return f" The gradient of {bad[-1]} is not finite, and the gradients of the parameters after it are."
 
     def _names_of_stepped(self) -> dict[int, str]:
         """The names of the parameters that the optimizers step, by id; a master has the name of its parameter."""
@@ -492,6 +508,16 @@ class Watch:
         self._failures.append(text)
         if len(self._failures) == 1:
             warnings.warn(f"amplab.watch: {text}", RuntimeWarning, stacklevel=2)
+
+
+class _Outcome:
+    """The outcome of a step that is not recorded yet, its loss, and its number once that is known."""
+
+    __slots__ = ("loss", "outcome", "step")
+
+    def __init__(self, outcome: ScaledStep | ScaleRecord, loss: float | Tensor | None) -> None:
+        self.outcome, self.loss = outcome, loss
+        self.step: int | None = None
 
 
 class _Hooks:

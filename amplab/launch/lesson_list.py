@@ -10,7 +10,7 @@ from amplab.launch.lessons import lesson_names
 
 __all__ = ["LessonRow", "lesson_rows", "lesson_table"]
 
-_MINUTES = re.compile(r"(\d+(?:\s*(?:–|-|to)\s*\d+)?)[\s-](?:minutes|分钟)")
+_MINUTES = re.compile(r"(\d+(?:\s*(?:–|-|to|到)\s*\d+)?)[\s-](?:minutes|分钟)")
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,7 @@ def _row(path: Path, name: str, solved: Mapping[str, str]) -> LessonRow:
     )
     done = sum(each.startswith(f"{path.name[:2]}-") for each in solved)
     title = heading[1].strip() if heading else name
-    return LessonRow(name, title, minutes[1] if minutes else "", exercises, min(done, exercises))
+    return LessonRow(name, title, minutes[1].replace("到", "to") if minutes else "", exercises, min(done, exercises))
 
 
 def lesson_table(rows: list[LessonRow]) -> str:

@@ -1,6 +1,7 @@
 """The lessons' own part: what a notebook shows beside the library, and the checks of its exercises.
 
     exercises    the decorator of a check, its verdict
+    forms        the form of an answer: a number, a dict of dtypes
     progress     which exercises are solved, in a file that `amplab lab` names
     lesson_NN    data, drawings and checks of one lesson
 

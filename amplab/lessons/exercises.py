@@ -1,23 +1,25 @@
 """The check of an exercise: it says what is wrong with an answer, or that it is right, and why.
 
 A check is a function that returns None for a right answer, and else a sentence that says what is wrong and how to go
-on. `exercise` makes it answer with a `Verdict`, the same way in every lesson.
+on. `exercise` makes it answer with a `Verdict`, the same way in every lesson. An answer of another form than the
+annotation of the check asks for does not reach the check; the forms are in :mod:`amplab.lessons.forms`.
 """
 
 import functools
 import inspect
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Generic, ParamSpec, get_args, get_origin
+from typing import Generic, ParamSpec
 
+from amplab.lessons.forms import AnswerRaisedError, FormError, in_form
 from amplab.lessons.progress import record_right
 
 __all__ = ["Exercise", "Verdict", "exercise"]
 
 NOT_ANSWERED = "Not answered yet: write your answer in place of ... and run the cell again."
 _NAME = re.compile(r"\d\d-\d")
-_RIGHT = re.compile(r"^Right:\n((?:[ \t]+\S.*\n?)+)", re.MULTILINE)
+_SECTION = r"^{}:\n((?:[ \t]+\S.*\n?)+)"
 
 P = ParamSpec("P")
 
@@ -44,30 +46,42 @@ class Exercise(Generic[P]):
     Attributes:
         name: lesson and number, such as "03-1".
         why: what a right answer is told: the docstring's section ``Right:``.
+        form: how to write the answer, which one of another form is told: the docstring's section ``Form:``.
     """
 
     def __init__(self, name: str, check: Callable[P, str | None]) -> None:
         if not _NAME.fullmatch(name):
             raise ValueError(f"exercise({name!r}): expected lesson and number, such as '03-1'.")
         self.name = name
-        self.why = _why(check)
-        self._check = check
+        self.why, self.form = _section(check, "Right"), _section(check, "Form").rstrip(".")
+        self._check: Callable[..., str | None] = check
         functools.update_wrapper(self, check)
 
     def __call__(self, *answer: P.args, **further: P.kwargs) -> Verdict:
         """Return the verdict on an answer."""
         if any(map(_is_open, (*answer, *further.values()))):
             return Verdict(NOT_ANSWERED, right=False)
-        try:
-            wrong = self._check(*answer, **further)
-        except Exception as error:  # noqa: BLE001 - the answer may be the reader's own function
-            wrong = _other_form(self._check, *answer) or (
-                f"with this answer the check raised {type(error).__name__}: {error}"
-            )
-        if wrong is not None:
+        if (wrong := self._fault(*answer, **further)) is not None:
             return Verdict(f"Not yet: {wrong}", right=False)
         record_right(self.name)
         return Verdict(f"Right. {self.why}".rstrip(), right=True)
+
+    def _fault(self, *answer: object, **further: object) -> str | None:
+        """Return what is wrong with an answer: its form, what it raises, or its value."""
+        signature = inspect.signature(self._check, eval_str=True)
+        try:
+            given = signature.bind(*answer, **further)
+        except TypeError:
+            return f"it needs other arguments; call it as {self._check.__name__}({', '.join(signature.parameters)})."
+        try:
+            _put_in_form(given)
+            return self._check(*given.args, **given.kwargs)
+        except FormError as error:
+            return f"{error}: {self.form}." if self.form else f"{error}."
+        except AnswerRaisedError as error:
+            return f"{str(error).rstrip('.')}."
+        except Exception as error:  # noqa: BLE001 - the answer may be an object of the reader's own
+            return f"with this answer the check raised {type(error).__name__}: {error}"
 
 
 def exercise(name: str) -> Callable[[Callable[P, str | None]], Exercise[P]]:
@@ -77,6 +91,9 @@ def exercise(name: str) -> Callable[[Callable[P, str | None]], Exercise[P]]:
     ... def check_sum(answer: int) -> str | None:
     ...     '''Ask for 1 + 1.
     ...
+    ...     Form:
+    ...         write the sum, such as 3.
+    ...
     ...     Right:
     ...         Two ones are two.
     ...     '''
@@ -85,6 +102,8 @@ def exercise(name: str) -> Callable[[Callable[P, str | None]], Exercise[P]]:
     Not yet: 3 is not 1 + 1; count again.
     >>> check_sum(2)
     Right. Two ones are two.
+    >>> check_sum("2")
+    Not yet: '2' is not a whole number: write the sum, such as 3.
     >>> check_sum(...)
     Not answered yet: write your answer in place of ... and run the cell again.
 
@@ -106,27 +125,14 @@ def _is_open(answer: object) -> bool:
     return answer is ...
 
 
-def _other_form(check: Callable[..., str | None], answer: Any, *_: object) -> str | None:
-    """Return that an answer has not the form that the check's annotation asks for, such as a number; else None."""
-    annotation = next(iter(inspect.signature(check, eval_str=True).parameters.values())).annotation
-    form = get_origin(annotation) or annotation
-    if form in (float, int):
-        fits, expected = isinstance(answer, float | int), "a number"
-    elif form is Callable:
-        fits, expected = callable(answer), "a function"
-    elif form is tuple:
-        size = len(get_args(annotation))
-        fits, expected = isinstance(answer, tuple | list) and len(answer) == size, f"{size} values in parentheses"
-    elif isinstance(form, type) and issubclass(form, Mapping):
-        fits, expected = isinstance(answer, Mapping), "a dict"
-    elif isinstance(form, type) and issubclass(form, Iterable) and form is not str:
-        fits, expected = isinstance(answer, Iterable), "a list"
-    else:
-        return None
-    return None if fits else f"{answer!r} is not {expected}, which is what the exercise asks for."
+def _put_in_form(given: inspect.BoundArguments) -> None:
+    """Replace each argument of a check, the answer first, by its value in the form of its annotation."""
+    for at, (name, value) in enumerate(given.arguments.items()):
+        form = given.signature.parameters[name].annotation
+        given.arguments[name] = in_form(value, form, name if at else "")
 
 
-def _why(check: Callable[P, str | None]) -> str:
-    """Return the section ``Right:`` of the docstring as one paragraph."""
-    section = _RIGHT.search(inspect.getdoc(check) or "")
+def _section(check: Callable[P, str | None], title: str) -> str:
+    """Return a section of the docstring, such as ``Right:``, as one paragraph."""
+    section = re.search(_SECTION.format(title), inspect.getdoc(check) or "", re.MULTILINE)
     return " ".join(section[1].split()) if section else ""

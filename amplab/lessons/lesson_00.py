@@ -12,11 +12,12 @@ __all__ = ["check_o3_scale", "check_share_of_skips", "check_skipped_step"]
 def check_skipped_step(lab: Dashboard) -> str | None:
     """Ask for a run that has skipped a step, and goes on.
 
+    Form:
+        pass `lab`, the lab of the first cell.
+
     Right:
         The step changed no weight, the scale is halved, and the run goes on.
     """
-    if not isinstance(lab, Dashboard):
-        return f"{lab!r} is not the lab; pass `lab`, the object of the first cell."
     history = lab.trainer.history
     skipped = history.skipped_steps()
     if not skipped:
@@ -37,7 +38,7 @@ def check_share_of_skips(answer: float) -> str | None:
         After a skip the scale has to grow once before it can overflow again, and that takes 50 steps: at most one step
         in 51. With apex's window of 2000 it is at most one in 2001.
     """
-    if answer >= 1:
+    if not 0 < answer < 1:
         return f"{answer!r} is not a share; write a number between 0 and 1, such as 0.1."
     if 0.0195 <= answer <= 0.0201:
         return None

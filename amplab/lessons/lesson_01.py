@@ -31,14 +31,17 @@ def check_overflow_from(answer: float) -> str | None:
 
 
 @exercise("01-2")
-def check_formats_with_eps(answer: Iterable[str]) -> str | None:
+def check_formats_with_eps(answer: str | Iterable[str]) -> str | None:
     """Ask for the names of the formats in which 1e-12 is not zero.
+
+    Form:
+        write a list of names, such as ["half", "float32"].
 
     Right:
         1e-12 is about 2^-40. The three formats with 8 exponent bits reach far below it.
     """
     said = {answer} if isinstance(answer, str) else set(answer)
-    unknown = sorted(str(name) for name in said - set(FORMATS))
+    unknown = sorted(said - set(FORMATS))
     if unknown:
         return f"{unknown[0]!r} is not a format; the names are {', '.join(FORMATS)}."
     right = {name for name, fmt in FORMATS.items() if fmt.value(fmt.bits(_EPS)) != 0}
@@ -62,6 +65,6 @@ def check_reserved_share(answer: float) -> str | None:
     reserved = sum(not abs(value) <= tiny.max for value in values)
     if answer == reserved:
         return f"{answer!r} is the number of the patterns; divide it by 32."
-    if not abs(answer - reserved / 32) <= 1e-9:  # NaN too
+    if abs(answer - reserved / 32) > 1e-9:
         return f"it is not {answer!r}; list the 32 values and count inf and nan."
     return None

@@ -15,6 +15,7 @@ from torch import Generator, Tensor, nn
 from amplab.formats import FLOAT16, FloatFormat
 from amplab.lab import load_task
 from amplab.lessons.exercises import exercise
+from amplab.lessons.forms import shown
 
 __all__ = [
     "check_mean",
@@ -109,10 +110,13 @@ def train(rounding: Rounding | None = None, *, lr: float = 3e-5, steps: int = 15
 def check_smallest_update(answer: float) -> str | None:
     """Ask for the smallest power of two that changes a weight of 0.25 in half when it is added.
 
+    Form:
+        write it as a power, such as 2**-10.
+
     Right:
         The gap above 0.25 is 2^-12. Half of the gap, 2^-13, is a tie and goes back to 0.25.
     """
-    if not isinstance(answer, float | int) or answer <= 0:
+    if answer <= 0:
         return f"{answer!r} is not a positive number; write it as a power, such as 2**-10."
     if FLOAT16.round(torch.tensor(0.25 + answer, dtype=torch.float64)).item() == 0.25:
         tie = answer == FLOAT16.ulp(0.25) / 2
@@ -144,19 +148,22 @@ def check_stopped_counter(answer: float) -> str | None:
 def check_mean(mean: Callable[[Tensor], Tensor | float]) -> str | None:
     """Ask for a function that returns the mean of many half numbers.
 
+    Form:
+        run the cell that defines `mean` first.
+
     Right:
         The total is float32: it neither stops growing nor overflows. Only the result has to fit into half.
     """
-    if not callable(mean):
-        return f"{mean!r} is not a function; run the cell that defines `mean` first."
-    found = float(mean(torch.tensor([6.0, 1.0, 2.0, 3.0], dtype=torch.float16)))
-    if not abs(found - 3) <= 1e-3:
-        return f"the mean of 6, 1, 2 and 3 is 3, and this returns {found:g}; add all values and divide by their number."
-    for value, count in ((1.0, 4096), (100.0, 2048)):
-        found = float(mean(torch.full((count,), value, dtype=torch.float16)))
-        if not abs(found - value) <= 1e-3 * value:  # NaN too
-            return (
-                f"the mean of {count:,} times {value:g} is {value:g}, and this returns {found:g}; "
-                "keep the total in float32."
-            )
+    every = "add all values and divide by their number"
+    for values, right, advice in (
+        ([6.0, 1.0, 2.0, 3.0], 3.0, every),
+        ([1.0] * 4096, 1.0, "keep the total in float32"),
+        ([100.0] * 2048, 100.0, "keep the total in float32"),
+    ):
+        found = mean(torch.tensor(values, dtype=torch.float16))
+        if not isinstance(found, Tensor | float | int) or torch.as_tensor(found).numel() != 1:
+            return f"it returns {shown(found)}, not one number; {every}."
+        if not abs(float(found) - right) <= 1e-3 * right:  # NaN too
+            what = "6, 1, 2 and 3" if advice is every else f"{len(values):,} times {right:g}"
+            return f"the mean of {what} is {right:g}, and this returns {float(found):g}; {advice}."
     return None

@@ -117,6 +117,9 @@ def gradients_between_layers(model: nn.Sequential, images: Tensor, labels: Tenso
 def check_large_enough(answer: float) -> str | None:
     """Ask for the smallest power of two that keeps a gradient of 3e-9 from becoming zero in half.
 
+    Form:
+        write a power of two, such as 2, 4 or 8.
+
     Right:
         3e-9 × 16 = 4.8e-8, which is nearer to half's smallest number, 2^-24 = 6e-8, than to zero.
     """
@@ -133,6 +136,9 @@ def check_large_enough(answer: float) -> str | None:
 @exercise("03-2")
 def check_sum(answer: float) -> str | None:
     """Ask for the largest loss scale that fits at the first step if the loss is a sum over the images.
+
+    Form:
+        take `largest_fit` of what `amplab.gradient_range` returns.
 
     Right:
         The sum is 1437 times the mean, between 2^10 and 2^11, and so is every gradient: the largest scale that fits
@@ -154,11 +160,12 @@ def check_sum(answer: float) -> str | None:
 def check_scaled_step(step: Callable[[nn.Module, Optimizer, Tensor, float], object]) -> str | None:
     """Ask for a function that scales the loss, and gives the optimizer gradients without the scale.
 
+    Form:
+        run the cell that defines `scaled_step` first.
+
     Right:
         The weights are those of a step without a scale: the scale was only in the backward pass.
     """
-    if not callable(step):
-        return f"{step!r} is not a function; run the cell that defines `scaled_step` first."
     scale = 1024.0
     start, plain, scaled = (_weights_after(each, scale) for each in (None, _plain_step, step))
     if torch.equal(scaled, start):
@@ -177,9 +184,8 @@ def check_scaled_step(step: Callable[[nn.Module, Optimizer, Tensor, float], obje
     return f"the weights moved {ratio:.2g} times as far as without a scale; expected the same distance."
 
 
-def _is_power_of_two(answer: object) -> bool:
-    is_number = isinstance(answer, int | float) and 0 < answer < math.inf
-    return is_number and math.frexp(answer)[0] == 0.5  # type: ignore[arg-type]
+def _is_power_of_two(answer: float) -> bool:
+    return math.frexp(answer)[0] == 0.5
 
 
 def _plain_step(_model: nn.Module, optimizer: Optimizer, loss: Tensor, _scale: float) -> None:

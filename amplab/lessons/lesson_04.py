@@ -27,6 +27,7 @@ from amplab.lab import ExperimentConfig, Trainer, build_model, load_task, models
 from amplab.lab.memory_count import level_memory
 from amplab.lab.memory_fit import LevelMemory
 from amplab.lessons.exercises import exercise
+from amplab.lessons.forms import keys_fault, shown
 
 __all__ = [
     "OVERRIDES",
@@ -43,6 +44,7 @@ __all__ = [
     "overrides",
     "score_after",
     "seconds_per_step",
+    "trained",
 ]
 
 _LEVELS = tuple(OPT_LEVELS)
@@ -151,7 +153,7 @@ class LevelPicture:
         columns = (Column(""), Column("O0", as_html=dtype_chips), Column(level.name, as_html=dtype_chips))
         table = Table(columns, lines, f"What {level.name} changes", chosen=chosen)
         bars = bar_chart(_parts_in_kilobytes(self.memory), unit="kB", label=f"memory of a step at {level.name}")
-        return page(f"{level.name}: {level.explanation}", table.html(), bars.drawing)
+        return page(f"{level.name}: {level.explanation}", table.html(), bars.html())
 
 
 def level_picture(level: str) -> LevelPicture:
@@ -231,8 +233,8 @@ def _spelled(value: object) -> str:
 # ---- trained, timed -----------------------------------------------------------------------------
 
 
-def score_after(steps: int, **settings: Any) -> float:
-    """Train one experiment of the lab and return its score on held-out data.
+def trained(steps: int, **settings: Any) -> Trainer:
+    """Train one experiment of the lab and return its trainer.
 
     Args:
         steps: how many.
@@ -240,8 +242,14 @@ def score_after(steps: int, **settings: Any) -> float:
     """
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        history = Trainer(ExperimentConfig(**settings)).run(steps)
-    score = history.last_score
+        trainer = Trainer(ExperimentConfig(**settings))
+        trainer.run(steps)
+    return trainer
+
+
+def score_after(steps: int, **settings: Any) -> float:
+    """Train as `trained` does and return the score on held-out data."""
+    score = trained(steps, **settings).history.last_score
     assert score is not None  # the lab measures it every 25 steps
     return score
 
@@ -316,19 +324,23 @@ _ASKED = ("weights of a convolution", "weights of BatchNorm", "the optimizer upd
 
 
 @exercise("04-1")
-def check_dtypes(answer: Mapping[str, tuple[str, str, str]]) -> str | None:
+def check_dtypes(answer: Mapping[str, tuple[torch.dtype, torch.dtype, torch.dtype]]) -> str | None:
     """Check the dtypes of three kinds of weights at O1, O2 and O3.
+
+    Form:
+        write three dtypes for each level, such as ("float16", "float32", "float32").
 
     Right:
         O1 casts no weight. O2 casts all but BatchNorm's, and updates masters. O3 casts all and has no masters.
     """
-    for level in ("O1", "O2", "O3"):
-        given = answer.get(level)
-        if given is None or len(given) != len(_ASKED):
-            return f"{level} is missing or incomplete: write three dtypes for it, such as ('float32',) * 3."
-        for what, dtype in zip(_ASKED, given, strict=True):
-            if str(dtype).removeprefix("torch.") != level_facts(level).rows[what]:
-                return f"{level}, {what}: it is not {dtype}. Choose {level} in the widget of section 4.2 and look."
+    levels = ("O1", "O2", "O3")
+    if fault := keys_fault(answer, levels):
+        return fault
+    for level in levels:
+        for what, dtype in zip(_ASKED, answer[level], strict=True):
+            given = str(dtype).removeprefix("torch.")
+            if given != level_facts(level).rows[what]:
+                return f"{level}, {what}: it is not {given}. Choose {level} in the widget of section 4.2 and look."
     return None
 
 
@@ -336,17 +348,30 @@ def check_dtypes(answer: Mapping[str, tuple[str, str, str]]) -> str | None:
 def check_o3_as_o2(answer: Mapping[str, Any]) -> str | None:
     """Check the overrides that make O3 the same as O2.
 
+    Form:
+        write the overrides as dict(loss_scale=128.0).
+
     Right:
         A level is nothing but its properties: O3 with these three overrides is O2.
     """
-    if not isinstance(answer, Mapping):
-        return f"{answer!r} is not a dict: write the overrides as dict(loss_scale=128.0)."
-    found = OPT_LEVELS["O3"].properties.with_overrides(**answer)
-    wanted = OPT_LEVELS["O2"].properties
+    if fault := _fault_of_overrides(answer):
+        return fault
+    found, wanted = OPT_LEVELS["O3"].properties.with_overrides(**answer), OPT_LEVELS["O2"].properties
     for name in OVERRIDES:
         have, want = getattr(found, name), getattr(wanted, name)
         if have != want:
             return f"with these overrides {name} is {have}, and O2 has {want}."
+    return None
+
+
+def _fault_of_overrides(answer: Mapping[str, Any]) -> str | None:
+    """Return which key of an answer is no property of a level, or why O3 does not take the overrides."""
+    if unknown := [name for name in answer if name not in OVERRIDES]:
+        return f"{shown(unknown[0])} is no property of a level: choose among {', '.join(OVERRIDES)}."
+    try:
+        OPT_LEVELS["O3"].properties.with_overrides(**answer)
+    except (AssertionError, RuntimeError, TypeError, ValueError) as refused:
+        return f"O3 refuses {shown(answer)}: {str(refused).rstrip('.')}."
     return None
 
 
@@ -358,19 +383,23 @@ _SLOW = {"task": "digits-16", "lr": 4e-5}
 def check_one_override(answer: Mapping[str, Any]) -> str | None:
     """Check that one override of O3 lets the run with a small learning rate learn.
 
+    Form:
+        write the override as dict(loss_scale=128.0).
+
     Right:
         With float32 masters the small updates add up; the weights that compute are still half.
     """
-    if not isinstance(answer, Mapping):
-        return f"{answer!r} is not a dict: write the override as dict(loss_scale=128.0)."
+    if fault := _fault_of_overrides(answer):
+        return fault
     if len(answer) != 1:
-        return f"{dict(answer)} has {len(answer)} overrides: exactly one is enough."
+        return f"{shown(answer)} has {len(answer)} overrides: exactly one is enough."
     (name,) = answer
-    if name not in OVERRIDES:
-        return f"{name!r} is no property of a level: choose one of {', '.join(OVERRIDES)}."
     if name not in ("keep_batchnorm_fp32", "master_weights", "loss_scale"):
         return f"{name} would turn O3 into another level: keep the weights that compute in half."
-    score = score_after(_SLOW_STEPS, opt_level="O3", **_SLOW, **answer)
+    try:
+        score = score_after(_SLOW_STEPS, opt_level="O3", **_SLOW, **answer)
+    except ValueError as refused:
+        return f"O3 refuses {shown(answer)}: {str(refused).rstrip('.')}."
     if score < 0.6:
         return f"after {_SLOW_STEPS} steps the model gets {score:.0%} of the held-out digits right: too few, see 4.3."
     return None

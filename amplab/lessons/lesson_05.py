@@ -20,7 +20,8 @@ from amplab.display.html import dtype_chips, page
 from amplab.display.table import Column, Table
 from amplab.lab import ExperimentConfig, Trainer, build_model, load_task
 from amplab.lessons.exercises import exercise
-from amplab.policies import TABLES, CastPolicy, PrecisionPolicy
+from amplab.lessons.forms import keys_fault
+from amplab.policies import TABLES, CastPolicy, PrecisionPolicy, cpu_half
 from amplab.policies.policy.module_rules import names_in
 from amplab.trace import XRay, xray
 
@@ -84,9 +85,9 @@ def op_on_lists(op: str) -> OpOnLists:
 
 
 def xray_at(opt_level: str) -> XRay:
-    """Return the X-ray of one step of the lab's CNN on 16 digits at a level."""
+    """Return the X-ray of one step of the lab's CNN on 16 digits at a level, the same on every CPU."""
     model, batch = build_model("cnn", 32, seed=0), load_task("digits", 0).batch(0, 16)
-    with warnings.catch_warnings():
+    with warnings.catch_warnings(), cpu_half("fp32_accumulate"):
         warnings.simplefilter("ignore")
         return xray(model, tuple(batch), loss=F.cross_entropy, opt_level=opt_level)
 
@@ -135,7 +136,7 @@ def transformer_run(float32_modules: str | None = None) -> TransformerRun:
 # ---- exercises ----------------------------------------------------------------------------------
 
 
-def _seen_at_o1() -> dict[str, str]:
+def _seen_at_o1() -> dict[str, torch.dtype]:
     """Run five ops on half inputs at O1 and return the dtypes of their results."""
     half = torch.ones(2, 2, dtype=torch.float16)
     wide = torch.ones(2, 2)
@@ -147,19 +148,25 @@ def _seen_at_o1() -> dict[str, str]:
             "half + wide": half + wide,
             "half.mean()": half.mean(),
         }
-    return {op: str(result.dtype).removeprefix("torch.") for op, result in results.items()}
+    return {op: result.dtype for op, result in results.items()}
 
 
 @exercise("05-1")
-def check_dtypes_at_o1(answer: Mapping[str, str]) -> str | None:
+def check_dtypes_at_o1(answer: Mapping[str, torch.dtype]) -> str | None:
     """Check the dtypes that five ops return at O1.
+
+    Form:
+        write a dtype behind each op, such as "float16".
 
     Right:
         Matrix products go to half, exp to float32, a sum of two dtypes to the wider one; relu and mean are on no list.
     """
-    for op, dtype in _seen_at_o1().items():
-        given = str(answer.get(op, "nothing")).removeprefix("torch.")
-        if given != dtype:
+    seen = _seen_at_o1()
+    if fault := keys_fault(answer, seen):
+        return fault
+    for op, dtype in seen.items():
+        if answer[op] != dtype:
+            given = str(answer[op]).removeprefix("torch.")
             return f"{op} does not return {given}. Look at its list: PrecisionPolicy().explain(…) says why."
     return None
 
@@ -168,11 +175,12 @@ def check_dtypes_at_o1(answer: Mapping[str, str]) -> str | None:
 def check_float32_rule(answer: PrecisionPolicy) -> str | None:
     """Check that a policy runs matmul in float32 and every other op as the list of apex does.
 
+    Form:
+        write PrecisionPolicy(op_rules={…}).
+
     Right:
         One op rule replaces one row of the list; all other rows stay.
     """
-    if not isinstance(answer, PrecisionPolicy):
-        return f"{answer!r} is not a policy: write PrecisionPolicy(op_rules={{…}})."
     cast = answer.explain(torch.matmul).cast
     if cast is not CastPolicy.FP32:
         return f"matmul is still {cast.value} with {answer}."
@@ -188,14 +196,18 @@ def check_float32_rule(answer: PrecisionPolicy) -> str | None:
 def check_saving_rule(answer: str) -> str | None:
     """Check that float32 modules save the run, and that half of the model's weights stay half at least.
 
+    Form:
+        write a pattern such as "output", or several with commas between them.
+
     Right:
         Only attention computes exp(x), so it is enough to keep attention in float32.
     """
-    if not isinstance(answer, str):
-        return f"{answer!r} is not a pattern: write a name such as 'output', or several with commas between them."
     if "block" in answer:
         return f"{answer!r} has the letters 'block': what stands for any letters in a pattern?"
-    run = transformer_run(answer)
+    try:
+        run = transformer_run(answer)
+    except ValueError as refused:  # a pattern that matches nothing
+        return f"{answer!r} cannot be used: {str(refused).rstrip('.')}."
     if run.lost:
         return f"{run.lost} of the last 20 steps are still skipped: which module computes exp(x)?"
     share = _share_of_weights(answer)

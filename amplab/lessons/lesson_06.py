@@ -22,6 +22,7 @@ from amplab.display.html import page
 from amplab.display.numbers import power
 from amplab.lab import ExperimentConfig, Trainer
 from amplab.lessons.exercises import exercise
+from amplab.lessons.forms import shown
 from amplab.scalers import DynamicScale, ScalePath, ScaleRule, ScaleState, overflow_limits, scale_path
 
 __all__ = [
@@ -100,7 +101,7 @@ class ScaleOverRun:
         fits = np.exp2(np.ceil(np.log2(self.limits)) - 1)  # the largest power of two below the limit
         curves = {"largest scale that fits": fits.tolist(), "loss scale": self.path.scales.tolist()}
         chart = line_chart(curves, x_label="step", y_label="loss scale", log_y=True)
-        return page(f"{self.sentence}.", chart._repr_html_())
+        return page(f"{self.sentence}.", chart.html())
 
 
 def scale_over_run(record: ScaleHistory, rule: ScaleRule) -> ScaleOverRun:
@@ -113,11 +114,14 @@ def scale_over_run(record: ScaleHistory, rule: ScaleRule) -> ScaleOverRun:
 def check_skips_at_the_start(answer: int) -> str | None:
     """Check the number of steps that are skipped from 2^32 on, if the largest gradient is 1.
 
+    Form:
+        count the steps.
+
     Right:
         At 2^16 the gradient is 65536 in half, which overflows; at 2^15 it is 32768, which fits.
     """
-    if not isinstance(answer, int):
-        return f"{answer!r} is not a whole number: count the steps."
+    if not 0 <= answer <= 64:
+        return f"{answer} skips cannot be right: each one halves the scale, which starts at 2^32 and ends above 0."
     scale = 2.0 ** (32 - answer)
     if scale > 2.0**15:
         return f"after {answer} skips the scale is {power(scale)}, and 1 × {power(scale)} is above 65504."
@@ -127,7 +131,7 @@ def check_skips_at_the_start(answer: int) -> str | None:
 
 
 @exercise("06-2")
-def check_rule_for_the_run(answer: ScaleRule) -> str | None:
+def check_rule_for_the_run(answer: Any) -> str | None:
     """Check that a rule skips at most 10 steps of the recorded run, and has a median scale of 2^17 or more.
 
     Right:
@@ -136,7 +140,7 @@ def check_rule_for_the_run(answer: ScaleRule) -> str | None:
     try:
         run = scale_over_run(recorded_run(), answer)
     except TypeError:
-        return f"{answer!r} is not a rule: write DynamicScale(growth_interval=…) with a number."
+        return f"{shown(answer)} is not a rule: write DynamicScale(growth_interval=…) with a number."
     if run.path.lost_from is not None:
         return "this rule does not skip a step that overflows: its first overflow would destroy the weights."
     if run.skips > _MOST_SKIPS:
@@ -150,20 +154,21 @@ def check_rule_for_the_run(answer: ScaleRule) -> str | None:
 def check_next(answer: Callable[[ScaleState, bool], Any]) -> str | None:
     """Check the transition of a rule with a window of 3 and a floor of 1, against `DynamicScale`.
 
+    Form:
+        run the cell that defines next_state(state, found_inf) first.
+
     Right:
         It gives the states of DynamicScale(growth_interval=3, floor=1.0) for every sequence of 8 steps from scale 4.
     """
-    if not callable(answer):
-        return f"{answer!r} is not a function: expected next_state(state, found_inf)."
     rule = DynamicScale(init_scale=4.0, growth_interval=_WINDOW, floor=_FLOOR)
     for found_infs in product((False, True), repeat=8):
         state = rule.start()
         for found_inf in found_infs:
             expected, found = rule.next(state, found_inf), answer(state, found_inf)
-            if found in (..., ScaleState(..., ...)):  # type: ignore[arg-type]
+            if found is ... or (isinstance(found, ScaleState) and found == ScaleState(..., ...)):  # type: ignore[arg-type]
                 return "the function still returns ...: write the next state in its place."
             if not isinstance(found, ScaleState):
-                return f"it returned {found!r} for {state}: expected a ScaleState."
+                return f"it returned {shown(found)} for {state}: expected a ScaleState."
             if found != expected:
                 return f"from {state}, with found_inf={found_inf}, it returned {found}; expected {expected}."
             state = expected

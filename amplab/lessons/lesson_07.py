@@ -28,6 +28,7 @@ from amplab.kernels.builder.recipe import Recipe, current_recipe, obstacle, sear
 from amplab.kernels.unscale import multi_tensor_unscale_copy_reference, unscale_
 from amplab.lessons.cost import milliseconds
 from amplab.lessons.exercises import exercise
+from amplab.lessons.forms import shown
 
 __all__ = [
     "CFLAGS",
@@ -179,6 +180,8 @@ def check_least_time(answer: float) -> str | None:
         Every gradient is read and written once, 8 bytes, so 200 million bytes.
     """
     elements, bandwidth, right = 25e6, 40e9, 25e6 * 8 / 40e9 * 1e3
+    if not 1e-12 < answer < 1e12:
+        return f"{answer:g} is not a time in milliseconds: how many bytes move, and how many move in one millisecond?"
     if abs(answer - right) <= 0.01 * right:
         return None
     for wrong, sentence in (
@@ -200,13 +203,16 @@ _COPY = {"inputs": False, "outputs": True, "found_inf": True, "inv_scale": False
 def check_schema(answer: str) -> str | None:
     """The schema of an operator that writes unscaled copies of its inputs to its outputs.
 
+    Form:
+        write the schema in quotes, from "(" to "-> ()".
+
     Right:
         (a!) marks what the operator writes: the outputs and found_inf, and nothing else.
     """
     try:
         schema = torch._C.parse_schema(f"lesson_07::unscale_copy{answer}")
-    except (RuntimeError, TypeError) as error:
-        return f"PyTorch cannot read it: {str(error).splitlines()[0]}"
+    except RuntimeError as error:
+        return f"PyTorch cannot read {shown(answer)}: {str(error).splitlines()[0].rstrip('.')}."
     written = {each.name: each.alias_info is not None and each.alias_info.is_write for each in schema.arguments}
     if written.keys() != _COPY.keys():
         return f"its arguments are {', '.join(written)}: expected {', '.join(_COPY)}."
@@ -230,11 +236,12 @@ def check_schema(answer: str) -> str | None:
 def check_unscale_copy(answer: _UnscaleCopy) -> str | None:
     """A function of (inputs, outputs, found_inf, inv_scale): half gradients into float32 masters' gradients.
 
+    Form:
+        write def answer(inputs, outputs, found_inf, inv_scale).
+
     Right:
         The gradients become float32 first, so that small ones do not underflow when they are unscaled.
     """
-    if not callable(answer):
-        return f"{answer!r} cannot be called: write def answer(inputs, outputs, found_inf, inv_scale)."
     inv_scale = torch.tensor(2.0**-16)
     finite, overflow, invalid = (torch.tensor([1.0, each]).half() for each in (2.0, torch.inf, torch.nan))
     for inputs in ([torch.tensor([2.0, 2.0**-10]).half()], [finite, overflow], [overflow, finite], [invalid]):
@@ -263,7 +270,7 @@ def _copy_fault(outputs: list[Tensor], right: list[Tensor]) -> str | None:
         if _same(output, expected):
             continue
         if bool((output == 7).all()):
-            return "the outputs did not change: write into them in place, output.copy_(…) or output[:] = …"
+            return "the outputs did not change: write into them in place, output.copy_(…) or output[:] = …."
         lost = (output == 0) & (expected != 0)
         if bool(lost.any()):
             number = expected[lost][0].item()

@@ -6,7 +6,9 @@ clipped_losses  the same with clipping before or after the gradients are unscale
 """
 
 import functools
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -180,12 +182,14 @@ def draw_clipping(power: int, order: str, optimizer: str) -> Chart:
 def check_smallest_rate(answer: float) -> str | None:
     """The smallest power of two that moves a half weight of 0.75 by SGD, with a gradient of 1.
 
+    Form:
+        write 2**-3 for an eighth.
+
     Right:
         Above 0.5 half numbers are 2^-11 apart. 2^-12 is exactly half of that, and the tie goes back to 0.75.
     """
-    weight = torch.tensor(0.75, dtype=torch.float16)
-    rate = float(answer)
-    if rate <= 0 or torch.frexp(torch.tensor(rate, dtype=torch.float64)).mantissa != 0.5:
+    weight, rate = torch.tensor(0.75, dtype=torch.float16), float(answer)
+    if math.frexp(rate)[0] != 0.5:
         return f"{answer} is not a power of two: write 2**-3 for an eighth."
     if weight - rate == weight:
         spacing = 2.0**-11
@@ -207,14 +211,14 @@ def check_bytes_per_parameter(answer: float) -> str | None:
     right = round((memory.parameters + memory.masters + memory.optimizer_state) / parameters)
     if answer == right:
         return None
-    missing = {
+    missing: dict[float, str] = {
         right - 2: "you count no half weights: the model still computes with them",
         right - 4: "one part is missing: masters are float32, and so are both of Adam's moments",
         right - 8: "Adam keeps two moments for each parameter, in float32",
         right + 4: "gradients are not asked for here",
         right + 2: "gradients are not asked for here",
     }
-    return f"{answer} is not what memory() counts: {missing.get(int(answer), 'add 2, 4 or 8 bytes for each part')}."
+    return f"{answer} is not what memory() counts: {missing.get(answer, 'add 2, 4 or 8 bytes for each part')}."
 
 
 _Step = Callable[[Session, Tensor, torch.optim.Optimizer], Any]
@@ -224,15 +228,16 @@ _Step = Callable[[Session, Tensor, torch.optim.Optimizer], Any]
 def check_clipped_step(answer: _Step) -> str | None:
     """A function of (session, loss, optimizer) that makes a step at O2 with gradients clipped to a norm of 1.
 
+    Form:
+        write def answer(session, loss, optimizer).
+
     Right:
         The scale is removed at the end of the block, the masters are clipped after it, and then comes the step.
     """
-    if not callable(answer):
-        return f"{answer!r} cannot be called: write def answer(session, loss, optimizer)."
-    used = _norm_used(answer, norm := 8.0)
-    if (fault := _misstep(used, norm)) is not None:
+    used, asked = _used_by(answer, norm := 8.0)
+    if (fault := _misstep(used, norm, asked)) is not None:
         return fault
-    if abs((used := _norm_used(answer, 0.5)) - 0.5) < 0.01:
+    if abs((used := _used_by(answer, 0.5)[0]) - 0.5) < 0.01:
         return None
     return f"gradients of norm 0.5, which is below the limit, became {used:.3g}: a clip leaves them as they are."
 
@@ -240,29 +245,71 @@ def check_clipped_step(answer: _Step) -> str | None:
 _SCALE, _RATE = 1024.0, 0.5
 
 
-def _norm_used(answer: _Step, norm: float) -> float:
-    """Return the norm of the gradients that a step of `answer` uses, of a loss whose gradient has norm `norm`."""
-    session, model = Session(), nn.Linear(4, 1, bias=False)
+class _Recorded(Session):
+    """A session that keeps when its parameters were asked for, to be clipped: (which, when)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.when, self.asked = "before the block of scale_loss", set[tuple[str, str]]()
+
+    @contextmanager
+    def scale_loss(self, *args: Any, **kwargs: Any) -> Iterator[Tensor]:
+        with super().scale_loss(*args, **kwargs) as scaled_loss:
+            self.when = "inside the block of scale_loss"
+            yield scaled_loss
+        self.when = "between"
+
+    def master_params(self, optimizer: torch.optim.Optimizer) -> Iterator[Tensor]:
+        self.asked.add(("masters", self.when))
+        return super().master_params(optimizer)
+
+    def model_params(self, optimizer: torch.optim.Optimizer) -> list[Tensor]:
+        self.asked.add(("model", self.when))
+        return super().model_params(optimizer)
+
+    def clip_grad_norm_(self, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Tensor:
+        self.asked.add(("masters", self.when))
+        return super().clip_grad_norm_(optimizer, *args, **kwargs)
+
+
+def _used_by(answer: _Step, norm: float) -> tuple[float, set[tuple[str, str]]]:
+    """Run a step on a loss whose gradient has norm `norm`; return the norm that it used, and what it asked for."""
+    session, model = _Recorded(), nn.Linear(4, 1, bias=False)
     nn.init.zeros_(model.weight)
     optimizer = torch.optim.SGD(model.parameters(), lr=_RATE)
     session.initialize(model, optimizer, opt_level="O2", loss_scale=_SCALE, verbosity=0)
+    optimizer.register_step_post_hook(lambda *_: setattr(session, "when", "after optimizer.step()"))
     try:
         loss = model(torch.full((1, 4), norm / 2)).float().sum()  # four elements: its gradient has this norm
         answer(session, loss, optimizer)
+        asked = set(session.asked)
         (master,) = session.master_params(optimizer)
-        return float(master.detach().norm()) / _RATE
+        return float(master.detach().norm()) / _RATE, asked
     finally:
         session.reset()
 
 
-def _misstep(used: float, norm: float) -> str | None:
+def _misstep(used: float, norm: float, asked: set[tuple[str, str]]) -> str | None:
     """Return what is wrong with a step that used gradients of norm ``used``; None for 1."""
     for wrong, sentence in (
         (0.0, "the weights did not change: call backward on the scaled loss, and optimizer.step() at the end"),
-        (norm, f"the step used gradients of norm {norm:g}: at O2 clip amp.master_params, not model.parameters()"),
+        (norm, f"the step used gradients of norm {norm:g}: {_unclipped(asked)}"),
         (1 / _SCALE, f"the step is {_SCALE:g} times too short: the gradients were clipped while they were scaled"),
         (norm * _SCALE, "the step used gradients that are still scaled: let the block of scale_loss end first"),
     ):
         if abs(used - wrong) <= 0.01 * wrong:
             return f"{sentence}."
     return None if abs(used - 1) < 0.01 else f"the step used gradients of norm {used:.3g}; expected 1."
+
+
+def _unclipped(asked: set[tuple[str, str]]) -> str:
+    """Return why gradients were not clipped, from which parameters were asked for, and when."""
+    if ("masters", "between") in asked:
+        return "session.master_params was called at the right place; the limit of the clip has to be 1.0"
+    if late := [when for which, when in sorted(asked) if which == "masters"]:
+        return (
+            f"session.master_params was called {late[0]}: clip after the block of scale_loss, before optimizer.step()"
+        )
+    if asked:
+        return "at O2 the optimizer uses the masters: clip session.master_params, not the parameters of the model"
+    return "nothing clips them; clip session.master_params(optimizer) between the block of scale_loss and the step"

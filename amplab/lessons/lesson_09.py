@@ -19,6 +19,7 @@ from amplab.display.table import Table
 from amplab.lab import load_task
 from amplab.lab.tasks.gan import Discriminator, GanBatch, Generator
 from amplab.lessons.exercises import exercise
+from amplab.lessons.forms import keys_fault
 from amplab.views import Choice, Explorable
 
 __all__ = [
@@ -43,6 +44,8 @@ LOSSES = ("discriminator, real", "discriminator, fake", "generator")
 
 OPTIMIZER_OF = (0, 0, 1)
 """The optimizer of each loss: 0 is the discriminator's, 1 the generator's."""
+
+_OWNERS = ("discriminator", "generator")
 
 OVERFLOWING = 2.0**30
 """Multiplies a loss so that its gradients leave the range of half at every scale from 2^0 on."""
@@ -134,7 +137,7 @@ class Iteration:
             scale = f"{before:.0f} → {after:.0f}" if after != before else f"{before:.0f}"
             found = "inf" if name == self.overflows else "finite"
             step = "steps" if self.stepped[OPTIMIZER_OF[place]] else "is skipped"
-            owner = ("discriminator", "generator")[OPTIMIZER_OF[place]]
+            owner = _OWNERS[OPTIMIZER_OF[place]]
             lines.append((str(place % len(self.scales)), name, found, scale, f"{owner} {step}"))
         titles = ("loss_id", "loss", "gradients", "loss scale", "optimizer")
         skipped = {place for place, owner in enumerate(OPTIMIZER_OF) if not self.stepped[owner]}
@@ -224,12 +227,17 @@ def skip_explorer() -> Explorable:
 def check_skipped(answer: tuple[str, list[int]]) -> str | None:
     """Check who is skipped and which scales are halved if the loss "discriminator, fake" overflows; num_losses=3.
 
+    Form:
+        write a name and a list of numbers, such as ("generator", [0, 2]).
+
     Right:
         Only the optimizer that was passed to that scale_loss is skipped, and only the scale of loss_id 1 is halved.
     """
     who, halved = answer
+    if who not in _OWNERS:
+        return f"{who!r} has no optimizer here: write 'discriminator' or 'generator'."
     seen = one_iteration(LOSSES[1], 3)
-    names = [name for name, stepped in zip(("discriminator", "generator"), seen.stepped, strict=True) if not stepped]
+    names = [name for name, stepped in zip(_OWNERS, seen.stepped, strict=True) if not stepped]
     if who not in names:
         return f"{who!r} is not skipped: its optimizer was not passed to the scale_loss with the overflow."
     ids = [loss_id for loss_id, (before, after) in enumerate(seen.scales) if after < before]
@@ -242,24 +250,31 @@ def check_skipped(answer: tuple[str, list[int]]) -> str | None:
 def check_num_losses(answer: dict[str, int]) -> str | None:
     """Check num_losses and the loss_ids for a model with one optimizer and the losses "class" and "box".
 
+    Form:
+        write a number behind each name, such as {"num_losses": 3, "class": 1, "box": 2}.
+
     Right:
         Each loss has a scale of its own; one optimizer may be passed to several scale_loss.
     """
-    if missing := {"num_losses", "class", "box"} - set(answer):
-        return f"{', '.join(sorted(missing))} is missing: the dict has num_losses and a loss_id for class and box."
+    if fault := keys_fault(answer, ("num_losses", "class", "box")):
+        return fault
     if answer["num_losses"] != 2:
         return f"num_losses={answer['num_losses']}: losses are counted, not optimizers; there are two."
     ids = [answer["class"], answer["box"]]
     if ids[0] == ids[1]:
         return f"both losses have loss_id {ids[0]}: then they share a scale."
     if sorted(ids) != [0, 1]:
-        return f"loss_id {max(ids)} does not exist: ids go from 0 to num_losses - 1, which is 1."
+        wrong = next(each for each in ids if each not in (0, 1))
+        return f"loss_id {wrong} does not exist: ids go from 0 to num_losses - 1, which is 1."
     return None
 
 
 @exercise("09-3")
 def check_generator_step(answer: Callable[..., object]) -> str | None:
     """Check a function that trains the generator and leaves no gradient on the discriminator.
+
+    Form:
+        complete my_generator_step and set answer = my_generator_step.
 
     Right:
         The generator learns, and the discriminator has no gradient that a later step could use.
@@ -278,7 +293,8 @@ def check_generator_step(answer: Callable[..., object]) -> str | None:
         session.reset()
     if (fault := _fault_of_generator(models, before, unscaled)) is not None:
         return fault
-    used = torch.cat([param.grad.flatten() for param in models[1].parameters() if param.grad is not None])
+    grads = [torch.zeros_like(param) if param.grad is None else param.grad for param in models[1].parameters()]
+    used = torch.cat([grad.flatten() for grad in grads])
     if not torch.allclose(used, expected, rtol=0, atol=0.1):
         return "the step also used the gradients of an earlier step: call optimizer.zero_grad() first."
     if not float((used - expected).norm()) <= 0.1 * float(expected.norm()):  # NaN too

@@ -96,7 +96,7 @@ class Accumulated:
 
     def _repr_html_(self) -> str:
         bars = {"whole batch in float32": self.true_norm, "accumulated": self.norm}
-        return page(f"{self!r}", bar_chart(bars, label="norm of the gradients")._repr_html_())
+        return page(f"{self!r}", bar_chart(bars, label="norm of the gradients").html())
 
 
 @lru_cache(maxsize=1)
@@ -163,6 +163,9 @@ def accumulation_explorer() -> Explorable:
 def check_accumulation(answer: Callable[..., object]) -> str | None:
     """Check a function that accumulates eight micro-batches at O1, by running it.
 
+    Form:
+        complete my_accumulation and set answer = my_accumulation.
+
     Right:
         The gradients are those of the whole batch, and they were unscaled once.
     """
@@ -180,7 +183,6 @@ def check_accumulation(answer: Callable[..., object]) -> str | None:
     try:
         with session.casting():
             answer(model, optimizer, micro_batches(8), scale_loss)
-        gradients = gradients_of(model)
     finally:
         stop()
         session.reset()
@@ -190,6 +192,9 @@ def check_accumulation(answer: Callable[..., object]) -> str | None:
         return "no gradient was unscaled: the last backward must run without delay_unscale."
     if len(records) > 1:
         return f"gradients were unscaled {len(records)} times, expected once: delay all backwards but the last."
+    if any(param.grad is None for param in model.parameters()):
+        return "some weights have no gradient: leave the gradients in place after the last backward."
+    gradients = gradients_of(model)
     if (fault := _difference(float(gradients.norm()) / float(_whole_batch().norm()), gradients)) is not None:
         return fault
     if len(losses) != 8:
@@ -212,6 +217,9 @@ def _difference(ratio: float, gradients: Tensor) -> str | None:
 @exercise("10-2")
 def check_growth(answer: tuple[int, int]) -> str | None:
     """Check after how many optimizer steps a scale with a window of 2000 doubles: without delay, with delay.
+
+    Form:
+        write two numbers of steps, such as (10, 20): without delay, with delay.
 
     Right:
         The window counts unscaled backwards: 2000 / 8 = 250 steps without delay, 2000 with it.
@@ -238,5 +246,5 @@ def check_left_over(answer: float) -> str | None:
     if answer == 22:
         return "22 is the number of micro-batches of the epoch; a step sums only those of its group."
     if answer != 2:
-        return f"{answer}: count the micro-batches of the last group, 22 - 5 · 4."
+        return f"{answer} is not their number: count the micro-batches of the last group, 22 - 5 · 4."
     return None

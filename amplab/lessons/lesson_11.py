@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import inspect
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, NamedTuple
@@ -13,9 +14,11 @@ from torch.autograd import Function
 
 from amplab.amp import Session, autocast, custom_bwd, custom_fwd
 from amplab.display.charts import Chart, line_chart
+from amplab.display.html import page
 from amplab.display.numbers import binary_power
 from amplab.lab import load_task
 from amplab.lessons.exercises import exercise
+from amplab.lessons.forms import keys_fault, shown, yours
 from amplab.views import Choice, Explorable, Slider
 
 __all__ = [
@@ -111,15 +114,18 @@ class _NormAtGain:
         return f"images × {binary_power(self.gain)}: root mean square of the output {self.size:.2f}, expected 1.00"
 
     def _repr_html_(self) -> str:
-        return f"<p>{self!r}</p>{self.chart._repr_html_()}"
+        return page(f"{self!r}.", self.chart.html())
 
 
 def _norm_at(gain: int, decorators: str) -> _NormAtGain:
     sizes = output_sizes(decorators != "none")
     chart = line_chart(
-        {"output": sizes}, x=list(GAINS), x_label="images × 2^", y_label="root mean square of the output",
+        {"output": sizes},
+        x=list(GAINS),
+        x_label="factor of the images, as a power of two",
+        y_label="root mean square of the output",
         marks={gain: "here"},
-    )  # fmt: skip
+    )
     return _NormAtGain(gain, sizes[gain - GAINS[0]], chart)
 
 
@@ -176,19 +182,21 @@ def arriving(batch: Any, opt_level: str = "O2") -> Any:
 def check_function(answer: type[Function]) -> str | None:
     """Check an autograd function with one input that has to compute x * x in float32 under autocast.
 
+    Form:
+        run the cell that decorates Square, and set answer = Square, without a call.
+
     Right:
         Forward computes in float32, and backward runs as forward did.
     """
     x = torch.full((4,), 300.0, requires_grad=True)
     with autocast("cpu", dtype=torch.float16):
         hidden = x.half()
-        squares = answer.apply(hidden)
+        squares = yours(answer.apply)(hidden)
+    if not isinstance(squares, Tensor):
+        return f"forward returned {shown(squares)}: expected x * x, a tensor."
     if not bool(squares.isfinite().all()):
-        return (
-            "300 * 300 is inf: forward still computes in half. Add cast_inputs=torch.float32 to custom_fwd, and write "
-            "the decorators below @staticmethod."
-        )
-    squares.sum().backward()
+        return f"300 * 300 is inf: forward still computes in half. {_why_half(answer.forward)}"
+    yours(squares.sum().backward)()
     if x.grad is None or not torch.equal(x.grad, torch.full((4,), 600.0)):
         return f"the gradient of x * x at 300 is 600, not {x.grad if x.grad is None else x.grad[0].item():g}."
     if not hasattr(answer.backward, "__wrapped__"):
@@ -196,9 +204,27 @@ def check_function(answer: type[Function]) -> str | None:
     return None
 
 
+def _why_half(forward: Callable[..., Any]) -> str:
+    """Return why a forward computes in half, from the arguments with which it was decorated."""
+    given = inspect.getclosurevars(forward).nonlocals
+    cast, device = given.get("cast_inputs"), given.get("device_type")
+    if not hasattr(forward, "__wrapped__"):
+        return "It has no decorator: write @amplab.custom_fwd(…) below @staticmethod, with cast_inputs=torch.float32."
+    if forward.__globals__["__name__"].startswith("torch."):
+        return "Its decorator is that of torch, which amplab.autocast does not turn on: write @amplab.custom_fwd(…)."
+    if cast is not torch.float32:
+        return f"Its decorator has cast_inputs={cast}: write cast_inputs=torch.float32."
+    if device != "cpu":
+        return f'Its decorator has device_type={device!r}, and these tensors are on the CPU: write device_type="cpu".'
+    return "Its decorator gives it float32 tensors: leave out what makes them half in its body."
+
+
 @exercise("11-2")
 def check_batch(answer: Callable[[Tensor, Tensor], Any]) -> str | None:
     """Check a batch class: `answer(images, labels)` makes a batch, which O2 casts by calling its ``to``.
+
+    Form:
+        complete MyBatch and set answer = MyBatch, without a call.
 
     Right:
         Images arrive in half, labels keep their dtype, and devices work, too.
@@ -207,9 +233,9 @@ def check_batch(answer: Callable[[Tensor, Tensor], Any]) -> str | None:
     batch = answer(images, labels)
     if not hasattr(batch, "to"):
         return "the batch has no method to: at O2 it arrives uncast."
-    seen = arriving(batch)
-    if seen is None or not hasattr(seen, "images"):
-        return f"to returned {type(seen).__name__}: it has to return a batch."
+    seen = yours(arriving)(batch)
+    if not (_is_batch(batch) and _is_batch(seen)):
+        return f"to returned {shown(seen)}: it has to return a batch with the tensors images and labels."
     if seen.images.dtype != torch.float16:
         return f"the images arrive in {seen.images.dtype}: pass on to images.to(...) what to gets."
     if seen.labels.dtype != torch.int64:
@@ -219,17 +245,24 @@ def check_batch(answer: Callable[[Tensor, Tensor], Any]) -> str | None:
         )
     if batch.images.dtype != torch.float32:
         return "to changed the batch itself: return a new one, as Tensor.to does."
-    moved = batch.to("meta")  # a device that every machine has
-    if moved is None or moved.images.dtype != torch.float32:
+    moved = yours(batch.to)("meta")  # a device that every machine has
+    if not _is_batch(moved) or moved.images.dtype != torch.float32:
         return 'to("cuda") has to keep the dtypes.'
     if {moved.images.device.type, moved.labels.device.type} != {"meta"}:
         return 'to("cuda") has to move the images and the labels.'
     return None
 
 
+def _is_batch(given: Any) -> bool:
+    return all(isinstance(getattr(given, name, None), Tensor) for name in ("images", "labels"))
+
+
 @exercise("11-3")
-def check_registrations(answer: dict[str, str]) -> str | None:
+def check_registrations(answer: Mapping[str, str]) -> str | None:
     """Check "half", "float" or "promote" for three functions.
+
+    Form:
+        write "half", "float" or "promote" behind each name.
 
     Right:
         Products in half, sums of squares in float32, and a sum of two tensors in the wider dtype of the two.
@@ -239,9 +272,11 @@ def check_registrations(answer: dict[str, str]) -> str | None:
         "my_rms_norm": ("float", "squares above 65504 or below 2^-25 leave the range of half"),
         "my_residual": ("promote", "x + y needs one dtype for both, and a float32 argument must not be rounded"),
     }
+    if fault := keys_fault(answer, why):
+        return fault
     for name, (right, reason) in why.items():
-        if answer.get(name) not in ("half", "float", "promote"):
-            return f"{name}: {answer.get(name)!r} is none of half, float, promote."
+        if answer[name] not in ("half", "float", "promote"):
+            return f"{name}: {answer[name]!r} is none of 'half', 'float', 'promote'."
         if answer[name] != right:
-            return f"{name}: {answer[name]} does not fit, since {reason}."
+            return f"{name}: {answer[name]!r} does not fit, since {reason}."
     return None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, NamedTuple
@@ -18,6 +18,7 @@ from amplab.display.html import Markup, markup, page
 from amplab.display.numbers import binary_power, count
 from amplab.lab import load_task
 from amplab.lessons.exercises import exercise
+from amplab.lessons.forms import keys_fault, shown
 from amplab.views import Choice, Explorable, Slider
 
 __all__ = [
@@ -112,7 +113,7 @@ class RecipeRun:
         marks: dict[float, str] = dict.fromkeys(self.skipped, "skipped")
         loss = line_chart({"loss": self.losses}, x_label="step", y_label="loss", marks=marks)
         scale = line_chart({"loss scale": self.scales}, x_label="step", y_label="loss scale", log_y=True)
-        return page(f"{self!r}"[:1].upper() + f"{self!r}"[1:], listing, loss._repr_html_(), scale._repr_html_())
+        return page(f"{self!r}"[:1].upper() + f"{self!r}"[1:], listing, loss.html(), scale.html())
 
 
 @lru_cache(maxsize=64)
@@ -172,8 +173,11 @@ def recipe_explorer() -> Explorable:
 
 
 @exercise("12-1")
-def check_order(answer: list[str]) -> str | None:
+def check_order(answer: str | Sequence[str]) -> str | None:
     """Check the order of the six calls of an iteration with clipping.
+
+    Form:
+        write a list of the six names in order.
 
     Right:
         Gradients are unscaled before they are clipped, and `update` comes last.
@@ -181,7 +185,7 @@ def check_order(answer: list[str]) -> str | None:
     right = ["scale", "backward", "unscale_", "clip", "step", "update"]
     given = answer.split() if isinstance(answer, str) else list(answer)
     if sorted(given) != sorted(right):
-        return f"{given} are not the six names: use each of {', '.join(sorted(right))} once."
+        return f"{shown(given)} are not the six names: use each of {', '.join(sorted(right))} once."
     if given.index("backward") < given.index("scale"):
         return "backward comes before scale: then the gradients are those of the loss without a scale."
     if given.index("unscale_") < given.index("backward"):
@@ -222,6 +226,9 @@ class _Recorded(torch.amp.GradScaler):
 @exercise("12-2")
 def check_train_step(answer: Callable[..., object]) -> str | None:
     """Check a function that runs one iteration, by running it for five steps on the digits.
+
+    Form:
+        complete my_step and set answer = my_step.
 
     Right:
         Five steps of your function and five of the recipe give the same weights.
@@ -264,28 +271,28 @@ def _fault(calls: list[str]) -> str | None:
 
 
 @exercise("12-3")
-def check_loaded_scale(answer: dict[str, Any]) -> str | None:
+def check_loaded_scale(answer: Mapping[str, float]) -> str | None:
     """Check a state for `GradScaler.load_state_dict` that continues apex's scale of 32768 after 12 clean steps.
+
+    Form:
+        start from a whole state, {**GradScaler("cpu").state_dict(), …}.
 
     Right:
         A GradScaler that loads this state continues where apex stopped.
     """
     scaler = torch.amp.GradScaler("cpu")
-    try:
-        scaler.load_state_dict(answer)
-    except (KeyError, RuntimeError, TypeError, AttributeError) as refused:
-        return (
-            f"load_state_dict raised {type(refused).__name__}: {refused}. Start from a whole state: "
-            "{**scaler.state_dict(), …}."
-        )
-    if scaler.get_scale() != 32768.0:
-        return f"the scale is {scaler.get_scale():g}, expected 32768: apex's `loss_scale` is torch's `scale`."
-    fresh = torch.amp.GradScaler("cpu").state_dict()
+    fresh = scaler.state_dict()
+    if fault := keys_fault(answer, fresh):
+        return f"{fault} Start from a whole state: {{**GradScaler('cpu').state_dict(), …}}."
+    if answer["scale"] != 32768.0:
+        return f"the scale is {answer['scale']!r}, expected 32768: apex's `loss_scale` is torch's `scale`."
     if changed := [name for name in fresh if name not in ("scale", "_growth_tracker") and answer[name] != fresh[name]]:
-        return f"{changed[0]} is {answer[changed[0]]}, expected {fresh[changed[0]]}: keep the rest of the state."
-    if scaler._get_growth_tracker() != 12:
+        return f"{changed[0]} is {answer[changed[0]]!r}, expected {fresh[changed[0]]}: keep the rest of the state."
+    if answer["_growth_tracker"] != 12:
         return (
-            f"the counter of clean steps is {scaler._get_growth_tracker()}, expected 12: apex's `unskipped` is torch's "
+            f"the counter of clean steps is {answer['_growth_tracker']!r}, expected 12: apex's `unskipped` is torch's "
             "`_growth_tracker`."
         )
-    return None
+    scaler.load_state_dict(dict(answer))
+    loaded = (scaler.get_scale(), scaler._get_growth_tracker())
+    return None if loaded == (32768.0, 12) else f"a GradScaler that loads it has scale and counter {loaded}."

@@ -7,7 +7,7 @@ ACTIONS, breaks   what people do with gradients, and whether a gradient then lea
 
 import itertools
 import warnings
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -20,6 +20,7 @@ from amplab.display.charts import Chart, bar_chart
 from amplab.lab.tasks.digits import digit_images
 from amplab.lessons.cost import operators_called
 from amplab.lessons.exercises import exercise
+from amplab.lessons.forms import in_form, keys_fault, shown
 from amplab.optimizers import merge_groups
 from amplab.scalers import FlatGradients
 
@@ -176,6 +177,9 @@ def group_for_each(model: nn.Module) -> list[dict[str, Any]]:
 def check_buffer_size(answer: int) -> str | None:
     """Ask for the elements of the flat buffer of ``Linear(100, 10)``.
 
+    Form:
+        write the number of elements.
+
     Right:
         1000 is rounded up to 1008 and 10 to 16, and each part has 32 elements of padding: 1040 + 48.
     """
@@ -195,15 +199,18 @@ def check_buffer_size(answer: int) -> str | None:
 
 
 @exercise("13-2")
-def check_safe_actions(answer: str) -> str | None:
+def check_safe_actions(answer: str | Iterable[str]) -> str | None:
     """Ask for the letters of the actions that leave gradients in their buffer.
+
+    Form:
+        write the letters in one string, such as "ab".
 
     Right:
         What writes into a gradient is safe. What puts another tensor, or None, into .grad is not.
     """
     letters = set("".join(answer)) - set(" ,")
     if unknown := letters - set(ACTIONS):
-        return f"{sorted(unknown)} are not letters of the list: write them in one string, such as 'ab'."
+        return f"{shown(answer)}: {sorted(unknown)} are not letters of the list; write 'ab' for its first two."
     for letter, (line, _) in ACTIONS.items():
         if (reason := breaks(letter)) and letter in letters:
             return f"{letter}, {line}, is not safe: {reason}."
@@ -214,8 +221,11 @@ def check_safe_actions(answer: str) -> str | None:
 
 
 @exercise("13-3")
-def check_groups(answer: Sequence[dict[str, Any]], model: nn.Module) -> str | None:
+def check_groups(answer: Sequence[Mapping[str, Any]], model: nn.Module) -> str | None:
     """Ask for as few parameter groups as possible with the options of `group_for_each`.
+
+    Form:
+        write a list of groups, each of them {"params": […], "weight_decay": …}.
 
     Right:
         Two sets of options, so two groups; every parameter keeps its weight decay.
@@ -223,13 +233,16 @@ def check_groups(answer: Sequence[dict[str, Any]], model: nn.Module) -> str | No
     options = {id(group["params"][0]): group["weight_decay"] for group in group_for_each(model)}
     names = {id(param): name for name, param in model.named_parameters()}
     seen: dict[int, float] = {}
-    for group in answer:
-        if not isinstance(group, dict) or "params" not in group:
-            return f"a group is a dict with 'params', not {type(group).__name__}: {{'params': […], 'weight_decay': …}}."
-        for param in group["params"]:
+    for at, group in enumerate({"weight_decay": 0.0, **each} for each in answer):
+        if fault := keys_fault(group, ("params", "weight_decay"), f"answer[{at}]"):
+            return fault
+        decay = in_form(group["weight_decay"], float, f"answer[{at}]['weight_decay']")
+        for place, param in enumerate(in_form(group["params"], Iterable[Any], f"answer[{at}]['params']")):
+            if id(param) not in names:
+                return f"answer[{at}]['params'][{place}] = {shown(param)} is no parameter of this network."
             if id(param) in seen:
-                return f"{names.get(id(param), 'a tensor')} is in two groups: an optimizer refuses this."
-            seen[id(param)] = group.get("weight_decay", 0.0)
+                return f"{names[id(param)]} is in two groups: an optimizer refuses this."
+            seen[id(param)] = decay
     for key, decay in options.items():
         if key not in seen:
             return f"{names[key]} is in no group, so it would never be trained."

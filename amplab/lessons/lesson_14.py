@@ -32,6 +32,7 @@ from amplab.amp import Session
 from amplab.display.charts import Chart, line_chart
 from amplab.display.numbers import power
 from amplab.lessons.exercises import exercise
+from amplab.lessons.forms import shown
 from amplab.lessons.lesson_16 import batches, in_half, network
 
 __all__ = [
@@ -249,7 +250,8 @@ def skipped_share(ranks: int, once_in: int) -> Chart:
         once_in: exponent: each rank has an inf of its own once in 2^once_in steps.
     """
     share = [1 - (1 - 2.0**-once_in) ** (2**each) for each in range(ranks + 1)]
-    return line_chart({"share of skipped steps": share}, x_label="ranks, 2^", y_label="share of skipped steps")
+    what = "share of skipped steps"
+    return line_chart({what: share}, x_label="number of ranks, as a power of two", y_label=what)
 
 
 def in_a_thread(function: Callable[[], Any]) -> Any:
@@ -286,11 +288,14 @@ ACTS = ("backward", "average", "unscale", "clip", "step")
 def check_order(answer: Sequence[str]) -> str | None:
     """The order of `ACTS` in a step of several ranks; it runs with two models that stand for two ranks.
 
+    Form:
+        write a list of the five words in order.
+
     Right:
         The ranks average what they all check, clip what they all have, and so they stay equal.
     """
-    if isinstance(answer, str) or sorted(map(str, answer)) != sorted(ACTS):
-        return f"write a list with each of these once: {', '.join(ACTS)}."
+    if sorted(answer) != sorted(ACTS):
+        return f"{shown(answer)}: write a list with each of these once: {', '.join(ACTS)}."
     if answer[0] != "backward" or answer[-1] != "step":
         return "backward makes the gradients and step uses them, so they are first and last."
     first, second = _two_ranks(answer, overflows=True)
@@ -347,11 +352,12 @@ def _act(act: str, models: list[nn.Sequential], optimizers: list[Any], scalers: 
 def check_thread(answer: Callable[[nn.Module, Tensor], Tensor]) -> str | None:
     """A function of (model, images) that computes the model in half, also in a thread of its own.
 
+    Form:
+        write def answer(model, images).
+
     Right:
         The region is entered in the thread that computes, so it does not matter where the caller is.
     """
-    if not callable(answer):
-        return f"{answer!r} is not a function; write def answer(model, images): …"
     model, (images, _) = network(), batches(1)[0]
     dtypes: list[torch.dtype] = []
     for layer in model:
@@ -359,7 +365,7 @@ def check_thread(answer: Callable[[nn.Module, Tensor], Tensor]) -> str | None:
     with in_half():
         got = in_a_thread(lambda: answer(model, images))
     if not isinstance(got, Tensor):
-        return f"it returns {got!r}, not the output of the model."
+        return f"it returns {shown(got)}, not the output of the model."
     if any(each.dtype != torch.float32 for each in model.parameters()):
         return "it changes the dtype of the weights. Enter a region instead; the weights stay in float32."
     if not dtypes:

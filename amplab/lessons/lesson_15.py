@@ -25,6 +25,7 @@ from amplab.amp import Session
 from amplab.display.numbers import power
 from amplab.formats import ExponentHistogram, exponent_histogram
 from amplab.lessons.exercises import exercise
+from amplab.lessons.forms import keys_fault
 from amplab.policies import PrecisionPolicy
 
 __all__ = [
@@ -198,11 +199,12 @@ def is_a_remedy(eps: float, **arguments: Any) -> bool:
 def check_smallest_eps(answer: float) -> str | None:
     """The smallest power of two that works as `eps` of the attention under O1.
 
+    Form:
+        write a power of two such as 2.0**-10.
+
     Right:
         It is the smallest number of half above zero; everything smaller rounds to it or to zero.
     """
-    if isinstance(answer, bool) or not isinstance(answer, (int, float)) or not answer > 0:
-        return f"{answer!r} is not a number above 0; write a power of two such as 2.0**-10."
     if math.frexp(answer)[0] != 0.5:
         return f"{answer!r} is not a power of two; write it as 2.0**-10, for example."
     if torch.tensor(answer, dtype=torch.float16) == 0:
@@ -216,11 +218,12 @@ def check_smallest_eps(answer: float) -> str | None:
 def check_remedies(answer: Collection[str]) -> str | None:
     """The changes of `CHANGES` with which the translator trains; each one is tried.
 
+    Form:
+        write the names of changes, such as {"bfloat16", "eps=1e-4"}.
+
     Right:
         A remedy changes the number or its format; the loss scale never was the cause.
     """
-    if isinstance(answer, str) or not isinstance(answer, Collection):
-        return f"{answer!r} is not a set; write the names of changes, such as {{'bfloat16', 'eps=1e-4'}}."
     if unknown := sorted(set(answer) - set(CHANGES)):
         return f"{unknown[0]!r} is none of the changes; they are {', '.join(CHANGES)}."
     works = {name: is_a_remedy(eps, **arguments) for name, (eps, arguments) in CHANGES.items()}
@@ -255,11 +258,14 @@ _ANSWERS = {
 def check_tools(answer: Mapping[str, Any]) -> str | None:
     """The tool for each question of `TOOLS`.
 
+    Form:
+        write the name of a tool behind each question.
+
     Right:
         From the run to the step, from the step to the op, from the op to the line.
     """
-    if not isinstance(answer, Mapping) or set(answer) != set(TOOLS):
-        return "keep the five questions as they are, and write a tool behind each."
+    if fault := keys_fault(answer, TOOLS):
+        return f"{fault} Keep the five questions as they are."
     for question, tool in TOOLS.items():
         given = str(getattr(answer[question], "__name__", answer[question]))
         if given != tool:

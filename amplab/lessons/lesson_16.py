@@ -320,7 +320,7 @@ _NEXT = {
 
 def _wrong(number: int, answer: str) -> str | None:
     """Return what speaks against a diagnosis, from an examination of the patient; None for the right one."""
-    if not isinstance(answer, str) or answer not in DIAGNOSES:
+    if answer not in DIAGNOSES:
         return f"{answer!r} is no diagnosis of the list; they are: {'; '.join(DIAGNOSES)}."
     examined = patient(number)
     try:
@@ -340,6 +340,9 @@ def _wrong(number: int, answer: str) -> str | None:
 def check_1(answer: str) -> str | None:
     """The diagnosis of patient 1.
 
+    Form:
+        write one of the ten diagnoses in quotes.
+
     Right:
         The sum of squares is inf in half, an image divided by inf is 0, and nothing in forward is NaN.
     """
@@ -349,6 +352,9 @@ def check_1(answer: str) -> str | None:
 @exercise("16-2")
 def check_2(answer: str) -> str | None:
     """The diagnosis of patient 2.
+
+    Form:
+        write one of the ten diagnoses in quotes.
 
     Right:
         Clipping divides by a norm that contains the loss scale; unscaling divides by the scale once more.
@@ -360,6 +366,9 @@ def check_2(answer: str) -> str | None:
 def check_3(answer: str) -> str | None:
     """The diagnosis of patient 3.
 
+    Form:
+        write one of the ten diagnoses in quotes.
+
     Right:
         The scaler is disabled without a GPU, and the gradients of this small loss are 0 in half.
     """
@@ -369,6 +378,9 @@ def check_3(answer: str) -> str | None:
 @exercise("16-4")
 def check_4(answer: str) -> str | None:
     """The diagnosis of patient 4.
+
+    Form:
+        write one of the ten diagnoses in quotes.
 
     Right:
         The scale grows after every third clean step, overflows and falls again.
@@ -380,6 +392,9 @@ def check_4(answer: str) -> str | None:
 def check_5(answer: str) -> str | None:
     """The diagnosis of patient 5.
 
+    Form:
+        write one of the ten diagnoses in quotes.
+
     Right:
         One image is damaged, and each step with its batch is skipped; mixed precision only reports it.
     """
@@ -389,6 +404,9 @@ def check_5(answer: str) -> str | None:
 @exercise("16-6")
 def check_6(answer: str) -> str | None:
     """The diagnosis of patient 6.
+
+    Form:
+        write one of the ten diagnoses in quotes.
 
     Right:
         Inside one region of autocast the half copies of the weights are cached, and steps do not renew them.

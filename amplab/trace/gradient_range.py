@@ -19,7 +19,7 @@ import numpy as np
 import torch
 
 from amplab.display.drawings import exponent_drawing, range_edges
-from amplab.display.html import Markup, markup, name
+from amplab.display.html import Markup, markup, name, styled
 from amplab.display.numbers import count, percent, power
 from amplab.display.table import Card, Cell, Column, Table
 from amplab.formats import FLOAT16, ExponentHistogram, FloatFormat
@@ -238,12 +238,15 @@ def _share(share: float) -> str:
 
 def _legend(fmt: FloatFormat) -> Markup:
     lost, normal, top = range_edges(fmt)
-    said = (
+    bars = (
         "Each bar is one power of two; its height is the logarithm of the count. The shaded range is what "
-        f"{fmt.name} represents: subnormal from 2^{lost}, normal from 2^{normal}, inf from 2^{top}. The shares are of "
-        "the non-zero gradients of the parameters; those between layers are smaller and not counted."
+        f"{fmt.name} represents: subnormal from 2^{lost}, normal from 2^{normal}, inf from 2^{top}."
     )
-    return Markup(f'<p class="faint">{markup(said)} <span class="bad">Red</span> bars are lost.</p>')
+    shares = (
+        "The shares are of the non-zero gradients of the parameters; those between layers are smaller and not counted."
+    )
+    key = styled(f'<p class="faint">{markup(bars)} <span class="bad">Red</span> bars are lost.</p>')
+    return Markup(f'{key}<p class="faint">{markup(shares)}</p>')
 
 
 def _is_layer(value: Any) -> bool:

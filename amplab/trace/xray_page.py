@@ -14,7 +14,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from itertools import groupby
 from typing import TYPE_CHECKING, TypeVar
 
-from amplab.display.html import Markup, dtype_chips, figures, key, markup, name, page, ribbon
+from amplab.display.html import Markup, dtype_chips, figures, key, markup, name, page, ribbon, styled
 from amplab.display.numbers import count, power, size
 from amplab.display.table import Cell, Column, Table
 from amplab.display.text import wrapped
@@ -172,8 +172,11 @@ def html(xray: "XRay") -> str:
     return page(
         f"X-ray of {xray.model}: one step, {xray.precision}",
         _figures(xray),
-        _bands([record for record in xray.trace if not record.folds]),
-        f'<div class="columns titles" aria-hidden="true">{_columns(titles)}</div><div class="folds">{parts}</div>',
+        styled(
+            _bands([record for record in xray.trace if not record.folds]),
+            f'<div class="columns titles" aria-hidden="true">{_columns(titles)}</div>',
+        ),
+        f'<div class="folds">{parts}</div>',
         rest,
     )
 

@@ -21,6 +21,7 @@ LAB = NOTEBOOKS / "00_the_lab.ipynb"
 PANELS = NOTEBOOKS.parent / "build" / "pictures"
 THEMES = {"light": "JupyterLab Light", "dark": "JupyterLab Dark"}
 CELL = "the-lab"
+SCALE = 1.4  # pixels of a picture for each of the page
 WIDGET = "application/vnd.jupyter.widget-view+json"
 LARGEST = 250_000  # bytes of a stored picture
 SETTLED = 1500  # ms until every chart is drawn
@@ -28,17 +29,34 @@ STORY = (
     "lab.trainer.run(200); lab.trainer.inject('overflow'); lab.trainer.run(130); lab.trainer.change(opt_level='O2'); "
     "lab.trainer.run(120)"
 )
-STILL = """dashboard => {
-  for (const part of dashboard.children) part.style.filter = "grayscale(1) opacity(0.3)";
-  const label = document.createElement("div");
-  label.textContent = "\u25b6  To start the lab, click here and press Shift+Enter";
-  label.style.cssText = "position: absolute; top: 38%; left: 50%; transform: translate(-50%, -50%); z-index: 9;"
-    + "background: #0b6bb8; color: white; font: 600 19px var(--jp-ui-font-family, sans-serif); padding: 16px 26px;"
-    + "border-radius: 8px; white-space: nowrap; box-shadow: 0 2px 10px #0006";
-  dashboard.style.position = "relative";
-  dashboard.append(label);
+LABEL = "\u25b6  To start the lab, click here and press Shift+Enter"
+STILL = """async ([source, label, ratio]) => {
+  const picture = Object.assign(new Image(), { src: source });
+  await picture.decode();
+  const canvas = document.createElement("canvas");
+  [canvas.width, canvas.height] = [picture.width, picture.height];
+  const pen = canvas.getContext("2d");
+  pen.drawImage(picture, 0, 0);
+  const pixels = pen.getImageData(0, 0, canvas.width, canvas.height);
+  for (let at = 0; at < pixels.data.length; at += 4) {
+    const [red, green, blue] = pixels.data.subarray(at, at + 3);
+    const ink = 1 - (0.3 * red + 0.59 * green + 0.11 * blue) / 255;
+    pixels.data.set([128, 128, 128, 10 * Math.round(13 * ink)], at);
+  }
+  pen.putImageData(pixels, 0, 0);
+  pen.font = `600 ${19 * ratio}px sans-serif`;
+  const [wide, tall] = [pen.measureText(label).width + 52 * ratio, 54 * ratio];
+  const [left, top] = [(canvas.width - wide) / 2, 0.38 * canvas.height - tall / 2];
+  pen.fillStyle = "#0b6bb8";
+  pen.beginPath();
+  pen.roundRect(left, top, wide, tall, 8 * ratio);
+  pen.fill();
+  pen.fillStyle = "white";
+  pen.textBaseline = "middle";
+  pen.fillText(label, left + 26 * ratio, top + tall / 2);
+  return canvas.toDataURL("image/png");
 }"""
-"""Grey, with one instruction: otherwise people press the buttons of the picture."""
+"""Ink of one gray on nothing, for light and dark pages, with one instruction: otherwise people press the buttons."""
 
 
 def main() -> None:
@@ -51,7 +69,7 @@ def main() -> None:
         running_server(Path(folder)) as server,
         launch_chromium(playwright) as browser,
     ):
-        lab = LabPage(server, browser, scale=1.4)
+        lab = LabPage(server, browser, scale=SCALE)
         lab.open(LAB)
         lab.run_all()
         lab.save()
@@ -85,8 +103,8 @@ def picture_of_a_picture(lab: LabPage) -> bytes:
     """Return the dashboard as the output of a cell that has not run yet."""
     dashboard = lab.show_dashboard()
     lab.page.wait_for_timeout(SETTLED)
-    dashboard.evaluate(STILL)
-    return dashboard.screenshot()
+    source = "data:image/png;base64," + base64.b64encode(dashboard.screenshot()).decode()
+    return base64.b64decode(lab.page.evaluate(STILL, [source, LABEL, SCALE]).partition(",")[2])
 
 
 def store(notebook: dict, picture: bytes) -> None:
@@ -100,6 +118,7 @@ def store(notebook: dict, picture: bytes) -> None:
                 output["data"]["image/png"] = base64.b64encode(picture).decode()
         cell["metadata"].pop("execution", None)
     notebook["metadata"] = {name: notebook["metadata"][name] for name in ("kernelspec", "language_info")}
+    notebook["metadata"]["language_info"].pop("version", None)
     LAB.write_text(json.dumps(notebook, indent=1, ensure_ascii=False, sort_keys=True) + "\n", encoding="utf-8")
 
 

@@ -18,22 +18,24 @@ IN_VIEW = """dashboard => {
 STEP_OF_THE_KERNEL = "print(len(amplab.lab.active().history))"
 
 
-COLORED = """async (picture) => {
+COLORED = """async (picture, ground) => {
   await picture.decode();
   const canvas = document.createElement("canvas");
   [canvas.width, canvas.height] = [picture.naturalWidth, picture.naturalHeight];
   const pen = canvas.getContext("2d");
+  pen.fillStyle = `rgb(${ground}, ${ground}, ${ground})`;
+  pen.fillRect(0, 0, canvas.width, canvas.height);
   pen.drawImage(picture, 0, 0);
   const { data } = pen.getImageData(0, 0, canvas.width, canvas.height);
   let colored = 0;
-  let dark = 0;
+  let strong = 0;
   for (let at = 0; at < data.length; at += 4) {
     const [red, green, blue] = data.subarray(at, at + 3);
     const isColored = Math.max(red, green, blue) - Math.min(red, green, blue) > 24;
     colored += isColored;
-    dark += !isColored && red < 120;
+    strong += !isColored && Math.abs(red - ground) > 135;
   }
-  return [colored, dark].map((count) => (4 * count) / data.length);
+  return [colored, strong].map((count) => (4 * count) / data.length);
 }"""
 WATCH_PICTURE = """const look = () => {
   const picture = document.querySelector(".jp-RenderedImage img");
@@ -113,9 +115,10 @@ def test_elsewhere_the_picture_says_what_to_press_and_a_reload_too(page: LabPage
     """In any other Jupyter: no extension, no signature."""
     page.open(NOTEBOOKS / "00_the_lab.ipynb")
     picture = page.page.locator(".jp-RenderedImage img")
-    colored, dark = picture.evaluate(COLORED)
-    assert 0.02 < colored < 0.1  # the instruction alone
-    assert dark < 0.02  # where the live page has text, charts and buttons
+    for ground in (255, 17):  # the light and the dark theme
+        colored, strong = picture.evaluate(COLORED, ground)
+        assert 0.02 < colored < 0.1  # the instruction alone
+        assert strong < 0.02  # where the live page has text, charts and buttons
     picture.click()
     page.page.keyboard.press("Shift+Enter")
     dashboard = DashboardPage(page)

@@ -54,3 +54,11 @@ def test_bits_formats_keys_and_numbers(page: LabPage, tmp_path: Path) -> None:
     expect(value).to_have_text("2052")
     assert page.execute("print(explorer.value)").strip() == "2052.0"
     assert "undefined" not in explorer.inner_text()
+
+
+def test_the_ruler_of_a_narrow_page_has_a_line_for_each_format(page: LabPage, tmp_path: Path) -> None:
+    explorer = open_explorer(page, tmp_path)
+    page.page.set_viewport_size({"width": 640, "height": 900})
+    heights = explorer.locator(".row .name").evaluate_all("names => names.map((name) => name.offsetHeight)")
+    assert len(heights) == 6
+    assert max(heights) < 1.5 * min(heights)

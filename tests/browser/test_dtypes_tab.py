@@ -58,7 +58,7 @@ def read_every_reason_in_full(lab: LabPage, dashboard: DashboardPage) -> None:
     panel.get_by_role("button", name="Close").click()
     panel.get_by_role("radio", name="Table").click()
     reasons = panel.locator("tbody .amp-reason")
-    expect(reasons.filter(has_text="rounded once").first).to_be_visible()
+    expect(reasons.filter(has_text="only the sum is rounded").first).to_be_visible()
     assert reasons.evaluate_all(CLIPPED) == 0
     panel.get_by_label("Dtype", exact=True).select_option("float32")
     panel.get_by_label("What decided").select_option("fp32")

@@ -22,6 +22,10 @@ TRUNCATED = """root => [...root.querySelectorAll("[data-panel=dtypes] select")].
   const room = select.clientWidth - parseFloat(style.paddingLeft) - parseFloat(style.paddingRight);
   return pen.measureText(select.selectedOptions[0].text).width > room;
 }).map(select => select.title)"""
+CUT = """root => [...root.querySelectorAll("[data-panel=gradients] :is(.amp-chart-head, .amp-now, .amp-scroll)")]
+  .filter(part => part.offsetParent)
+  .filter(part => part.scrollWidth > part.clientWidth || part.scrollHeight > part.clientHeight + 1)
+  .map(part => part.className)"""
 RAISING = """
 def mine(event):
     raise ValueError('a callback of my own')
@@ -72,6 +76,18 @@ def test_in_a_narrow_window_the_charts_are_below_start_and_then_come_the_setting
     assert start["y"] < loss["y"] < start["y"] + 300
     assert loss["y"] < scale["y"] < level["y"] < tabs["y"]
     assert sticking_out == []
+
+
+@pytest.mark.parametrize("width", [1000, 640])
+def test_the_legend_and_the_table_of_the_gradients_are_whole(dashboard: DashboardPage, width: int) -> None:
+    page = dashboard.lab.page
+    usual = page.viewport_size
+    dashboard.open_tab("gradients")
+    page.set_viewport_size({"width": width, "height": usual["height"]})
+    expect(dashboard.root.locator("[data-reading=lost]")).to_contain_text("scaled by ")
+    cut = dashboard.root.evaluate(CUT)
+    page.set_viewport_size(usual)
+    assert cut == []
 
 
 def test_the_configuration_is_shown_whole(dashboard: DashboardPage) -> None:

@@ -84,6 +84,8 @@ def test_a_registered_model_is_offered_everywhere(capsys: pytest.CaptureFixture[
         (["--opt-level", "O1", "--keep-batchnorm-fp32", "true"], ["keep_batchnorm_fp32", "O1"]),
         (["--steps", "many"], ["many", "300"]),
         (["--steps", "0"], ["0", "> 0"]),
+        (["--steps", "2**2**9"], ["2**2**9", "1000000000"]),
+        (["--nproc", "1025"], ["1025", "1024"]),
         (["--stpes", "3"], ["--stpes", "--steps?"]),
         (["--step", "3"], ["--step 3", "--steps?"]),
         (["--colour", "red"], ["--colour", "amplab train --help"]),
@@ -135,7 +137,7 @@ def test_unknown_lesson_says_which_there_are(capsys: pytest.CaptureFixture[str])
     assert "01_number_formats" in message
 
 
-@pytest.mark.parametrize("words", ["01 02", "01 --notebook 02", "no_such_lesson"])
+@pytest.mark.parametrize("words", ["01 02", "01 --notebook 02", "no_such_lesson", "-1", "no_such_lesson --list"])
 def test_one_lesson_is_expected(capsys: pytest.CaptureFixture[str], words: str) -> None:
     assert "lesson" in refusal(capsys, "lab", "--port", "0", *words.split())
 
@@ -162,6 +164,9 @@ def test_the_list_of_lessons_shows_the_progress(
     assert lines[0].startswith("00  The lab")
     (eighth,) = [line for line in lines if line.startswith("08")]
     assert eighth.endswith("2 of 3 exercises")
+    assert main(["lab", "8", "--list"]) == 0
+    (alone,) = capsys.readouterr().out.splitlines()
+    assert alone.split() == eighth.split()
     assert not (tmp_path / "00_the_lab.ipynb").exists()  # a list writes nothing
 
 

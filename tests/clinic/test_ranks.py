@@ -5,17 +5,21 @@ Each case runs with ``broken`` True and False. What differs is the line that the
 
 import sys
 import warnings
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel
 
 from amplab import GradScaler, amp, doctor, watch
 from amplab.cli import main
-from amplab.diagnose import Findings
-from amplab.lab import load_run, run_csv
+from amplab.diagnose import Findings, examination
+from amplab.diagnose.catalogue import finding
+from amplab.diagnose.remedies.api_styles import Api, ApiStyle
+from amplab.lab import load_run, rank_watch, run_csv
 from amplab.lab.html_report import report_html
 from amplab.parallel import DistributedDataParallel as ApexDDP
 from amplab.parallel import convert_syncbn_model
@@ -26,6 +30,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "parallel"))
 from ranks import run_ranks
 
 STEPS = 6
+NAN_KEPT = "compression-keeps-nonfinite"
 
 
 def data(rank: int, samples: int = 32) -> list[Tensor]:
@@ -193,6 +198,42 @@ def other_weights(rank: int, _folder: Path, *, broken: bool) -> list[str]:
     return found_by_doctor(wrapped, data(rank)[0], optimizer, lambda x: wrapped(x).square().mean())
 
 
+def compressed(*, broken: bool) -> tuple[nn.Module, torch.optim.Optimizer, GradScaler, Callable[[Tensor], None]]:
+    """A model whose gradients are compressed, and its train step, which does what the remedy prints if not broken."""
+    model = DistributedDataParallel(mlp())
+    state = powerSGD_hook.PowerSGDState(None, start_powerSGD_iter=2, min_compression_rate=1)
+    model.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
+    optimizer, scaler = torch.optim.SGD(model.parameters(), lr=0.01), GradScaler("cpu", init_scale=256.0)
+    remedy = finding(NAN_KEPT, api=Api(ApiStyle.AMPLAB), state="PowerSGDState", kept="error_dict").remedy
+
+    def train(loss: Tensor) -> None:
+        optimizer.zero_grad()
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        exec("scaler.update()" if broken else remedy, {"scaler": scaler, "state": state})
+
+    return model, optimizer, scaler, train
+
+
+def a_compression_that_keeps_nan(rank: int, folder: Path, *, broken: bool) -> list[str]:
+    """One loss of one rank overflows, once."""
+    model, optimizer, scaler, train = compressed(broken=broken)
+    with watch(model, optimizer, scaler=scaler, log=folder) as w:
+        for step, batch in enumerate(data(rank)):
+            train(w.loss(model(batch).square().mean() * (3e37 if (rank, step) == (1, 3) else 1.0)))
+    assert w.history.skipped_steps() == ([3, 4, 5] if broken else [3])
+    kept = w.findings().named(NAN_KEPT)
+    assert [each.evidence for each in kept] == [{"first_step": 3, "skips_explained": 3}] * broken
+    return texts_of(w.findings())
+
+
+def nan_kept_before(rank: int, _folder: Path, *, broken: bool) -> list[str]:
+    model, optimizer, scaler, train = compressed(broken=broken)
+    for step, batch in enumerate(data(rank)):
+        train(model(batch).square().mean() * (3e37 if (rank, step) == (1, 3) else 1.0))
+    return found_by_doctor(model, data(rank)[0], optimizer, lambda x: model(x).square().mean(), scaler=scaler)
+
+
 def found_by_doctor(model, batch, optimizer, loss_of, scaler=None) -> list[str]:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -208,6 +249,7 @@ WATCHED = {
     "scale-differs-by-rank": a_scaler_restored_on_one_rank,
     "weights-differ-by-rank": each_rank_for_itself,
     "optimizer-differs-by-rank": another_rate_on_one_rank,
+    NAN_KEPT: a_compression_that_keeps_nan,
 }
 EXAMINED = {
     "scale-differs-by-rank": another_scale,
@@ -215,10 +257,12 @@ EXAMINED = {
     "gradient-missing-on-a-rank": a_parameter_of_one_rank,
     "wrapped-before-initialize": wrapped_too_early,
     "batchnorm-not-synchronized": statistics_of_one_rank,
+    NAN_KEPT: nan_kept_before,
 }
 
 
 def every_case(rank: int, folder: Path) -> dict[tuple[str, bool], list[str]]:
+    rank_watch._WAIT = examination._RANKS_WAIT = 300.0  # for the other rank, on a machine however busy
     told = {("local SGD", False): averaged_now_and_then(rank, folder / "local")}
     for in_batches in (True, False):
         by_hand = f"by hand {in_batches}"
@@ -316,3 +360,42 @@ def test_pages_and_tables_show_a_line_for_each_rank_and_mark_where_they_differ(t
     head, *lines = run_csv(run.by_rank).splitlines()
     assert head.startswith("rank,step,loss")
     assert [line.partition(",")[0] for line in lines] == ["0"] * STEPS + ["1"] * STEPS
+
+
+def steps_without_an_update(rank: int, style: ApiStyle, *, mended: bool) -> int:
+    """Train with compressed gradients and one loss of inf on rank 1, and with what the remedy prints if mended."""
+    model = mlp()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    scaler = {ApiStyle.AMPLAB: GradScaler, ApiStyle.TORCH: torch.amp.GradScaler}.get(style, lambda _device: None)("cpu")
+    if scaler is None:
+        amp.initialize(model, optimizer, opt_level="O2", verbosity=0, dynamic_init_scale=256.0)
+    wrapped = DistributedDataParallel(model)
+    state = powerSGD_hook.PowerSGDState(None, start_powerSGD_iter=2, min_compression_rate=1)
+    wrapped.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
+    remedy = finding(NAN_KEPT, api=Api(style), state="PowerSGDState", kept="error_dict").remedy
+    last_line = "optimizer.step()" if scaler is None else "scaler.update()"
+    without = 0
+    for step, batch in enumerate(data(rank)):
+        before = [each.detach().clone() for each in model.parameters()]
+        optimizer.zero_grad()
+        loss = wrapped(batch).float().square().mean() * (float("inf") if (rank, step) == (1, 3) else 1.0)
+        if scaler is None:
+            with amp.scale_loss(loss, optimizer) as scaled_loss:
+                scaled_loss.backward()
+        else:
+            scaler.scale(loss).backward()
+            scaler.step(optimizer)
+        exec(remedy if mended else last_line, {"amp": amp, "scaler": scaler, "optimizer": optimizer, "state": state})
+        without += all(map(torch.equal, before, model.parameters()))
+    amp.reset()
+    return without
+
+
+def every_style(rank: int) -> list[tuple[int, int]]:
+    styles = (ApiStyle.APEX, ApiStyle.AMPLAB, ApiStyle.TORCH)
+    broken, mended = ([steps_without_an_update(rank, style, mended=each) for style in styles] for each in (False, True))
+    return [*zip(broken, mended, strict=True)]
+
+
+def test_the_remedy_of_a_compression_that_keeps_nan_trains_on_with_every_api():
+    assert run_ranks(every_style) == [[(3, 1)] * 3] * 2

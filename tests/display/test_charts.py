@@ -10,15 +10,23 @@ import pytest
 import torch
 from html_outline import outline
 
-from amplab.display.charts import bar_chart, exponent_chart, line_chart
+from amplab.display.charts import bar_chart, exponent_chart, line_chart, scale_drawing
 from amplab.formats import BFLOAT16, FLOAT8_E4M3, FLOAT16, exponent_histogram
 
 EVIL = '<b a="x">'
 
 
 def curves_of(chart) -> list[list[tuple[float, float]]]:
-    lines = re.findall(r'<polyline points="([^"]*)"', chart.drawing)
+    return curves_in(chart.drawing)
+
+
+def curves_in(drawing: str) -> list[list[tuple[float, float]]]:
+    lines = re.findall(r'<polyline points="([^"]*)"', drawing)
     return [[tuple(map(float, point.split(","))) for point in line.split()] for line in lines]
+
+
+def texts_of(chart) -> list[str]:
+    return re.findall(r">([^<>]+)</text>", chart.drawing)
 
 
 def bars_of(chart) -> list[float]:
@@ -59,11 +67,51 @@ def test_a_long_curve_is_thinned_and_keeps_its_ends() -> None:
 
 
 def test_a_logarithmic_axis_is_even_in_powers() -> None:
-    (curve,) = curves_of(line_chart({"scale": [1.0, 16.0, 256.0]}, log_y=True))
+    (curve,) = curves_of(line_chart({"scale": [1.0, 16.0, 256.0]}, log_y=True, holds=False))
     assert curve[0][1] - curve[1][1] == pytest.approx(curve[1][1] - curve[2][1], abs=0.11)
     assert "2⁸" in outline(line_chart({"scale": [1.0, 256.0]}, log_y=True).drawing).text
     assert "0.001" in outline(line_chart({"loss": [3e-4, 12.0]}, log_y=True).drawing).text
     assert curves_of(line_chart({"loss": [0.0, -1.0]}, log_y=True)) == []
+
+
+def test_powers_of_two_are_stairs_and_other_values_are_joined():
+    (stairs,) = curves_of(line_chart({"scale": [4.0, 8.0, 8.0, 2.0]}, log_y=True))
+    assert [round(at) for at, _ in stairs] == [52, 285, 285, 752, 752]
+    assert stairs[0][1] == stairs[1][1] > stairs[2][1] == stairs[3][1] < stairs[4][1]
+    assert len(curves_of(line_chart({"scale": [4.0, 8.0, 9.0]}, log_y=True))[0]) == 3
+
+
+def test_a_constant_has_ticks_on_both_sides():
+    assert {"2¹⁵", "2¹⁶", "2¹⁷"} <= set(texts_of(line_chart({"scale": [2.0**16] * 3}, log_y=True)))
+
+
+def test_the_peaks_of_a_long_curve_are_drawn():
+    values = [1.0] * 5000
+    values[1234], values[4321] = 9.0, -9.0
+    (curve,) = curves_of(line_chart({"loss": values}))
+    assert len(curve) <= 402
+    assert len({height for _, height in curve}) == 3
+
+
+def test_a_curve_that_turns_often_is_thin():
+    def width_of(values: list[float]) -> float:
+        return float(re.search(r'<polyline [^>]*stroke-width="([\d.]+)"', line_chart({"a": values}).drawing)[1])
+
+    assert width_of([1.0, 2.0] * 150) == 1
+    assert width_of([float(step) for step in range(300)]) == width_of([1.0, 2.0, 1.0]) == 2.5
+
+
+def test_the_legend_says_what_the_triangles_are_and_whose():
+    broken = {"2^0": [2.0, 1.0], "2^24": [2.0, math.nan]}
+    assert "not finite: 2^24" in texts_of(line_chart(broken, y_label="loss"))
+    assert "not finite" in texts_of(line_chart({"loss": [1.0, math.inf]}, y_label="loss"))
+    assert "not finite" not in outline(line_chart({"loss": [1.0, 2.0]}, y_label="loss").drawing).text
+
+
+def test_a_word_that_repeats_is_written_once():
+    chart = line_chart({"loss": [3.0] * 9}, marks={1: "skipped", 4: "skipped", 7: "end"})
+    assert chart.drawing.count('stroke-dasharray="2 3"') == 3
+    assert [word for word in texts_of(chart) if word in ("skipped", "end")] == ["skipped", "end"]
 
 
 def test_marks_are_lines_with_words() -> None:
@@ -102,6 +150,45 @@ def test_several_curves_have_a_legend_and_names_are_escaped() -> None:
 )  # fmt: skip
 def test_numbers_in_the_text_have_two_digits(value: float, text: str) -> None:
     assert repr(bar_chart({"a": value})) == f"a {text}"
+
+
+# ---- loss scales under several rules ------------------------------------------------------------
+
+
+def test_a_curve_is_a_staircase_and_higher_is_larger():
+    (curve,) = curves_in(scale_drawing({"recorded": [4.0, 4.0, 8.0, 2.0]}))
+    first, corner, up, over, down = (height for _, height in curve)
+    assert (first, up) == (corner, over)
+    assert up < first < down  # downwards in SVG
+
+
+def test_curves_that_are_the_same_are_drawn_once_and_all_named():
+    drawn = scale_drawing({"recorded": [2.0, 4.0], "a": [1.0, 1.0], "b": [1.0, 1.0], "c": [2.0, 2.0]})
+    assert len(curves_in(drawn)) == 3
+    assert "recorded" in outline(drawn).words
+    assert "a, b" in outline(drawn).words
+
+
+def test_a_page_without_svg_shows_a_picture_with_the_names():
+    drawn = scale_drawing({"recorded": [2.0, 4.0], "a": [1.0, 1.0]})
+    without_svg = re.sub(r'<div class="drawn".*?</div>', "", drawn)
+    picture = base64.b64decode(re.search(r"base64,([^\"]*)", without_svg)[1]).decode()
+    assert outline(without_svg).words == ""
+    assert ">recorded<" in picture
+    assert ">a<" in picture
+
+
+def test_names_of_rules_are_escaped_and_a_scale_of_zero_is_left_out():
+    read = outline(scale_drawing({EVIL: [2.0, math.inf, 0.0, math.nan, 4.0]}))
+    assert "b" not in read.counts
+    assert EVIL in read.text
+    assert curves_in(scale_drawing({"a": [0.0, math.inf]})) == []
+
+
+def test_every_user_defined_rule_has_a_color():
+    strokes = re.findall(r"<polyline.*?style=\"stroke:(.*?)\"", scale_drawing({str(k): [2.0**k] for k in range(20)}))
+    assert len(strokes) == 20
+    assert all(stroke.startswith("var(--amp-curve-") for stroke in strokes)
 
 
 # ---- bars ---------------------------------------------------------------------------------------
@@ -202,10 +289,30 @@ def test_a_page_without_style_sheets_gets_a_picture() -> None:
     [
         ([0.0, 60520.0], ["0", "10,000", "20,000", "30,000", "40,000", "50,000", "60,000"]),
         ([3.311, 3.325], ["3.312", "3.314", "3.316", "3.318", "3.32", "3.322", "3.324"]),
+        ([0.0, 8e-6], ["0", "2e-6", "4e-6", "6e-6", "8e-6"]),
     ],
 )
 def test_ticks_are_written_out_and_tell_each_other_apart(values: list[float], ticks: list[str]) -> None:
-    drawn = line_chart({"a": values}, x=[0, 12287], y_label="total").drawing
-    numbers = re.findall(r">([\d,.]+)</text>", drawn)
-    assert numbers[-3:] == ["0", "6,143", "12,287"]
-    assert numbers[:-3] == ticks
+    chart = line_chart({"a": values}, x=[0, 12287], y_label="total")
+    across = ["0", "2,000", "4,000", "6,000", "8,000", "10,000", "12,000"]
+    assert texts_of(chart) == [*ticks, *across, "step", "total"]
+
+
+@pytest.mark.parametrize(
+    ("ends", "ticks"),
+    [
+        ((0, 3), ["0", "1", "2", "3"]),
+        ((0, 1), ["0", "1"]),
+        ((-28, 19), ["-20", "-10", "0", "10"]),
+        ((0.5, 2.0), ["0.6", "0.8", "1", "1.2", "1.4", "1.6", "1.8", "2"]),
+        ((1000, 1060), ["1,000", "1,010", "1,020", "1,030", "1,040", "1,050", "1,060"]),
+    ],
+)
+def test_the_numbers_across_are_round_and_integers_between_integers(ends, ticks) -> None:
+    words = texts_of(line_chart({"a": [1.0, 1.0]}, x=list(ends), x_label="x", y_label="y"))
+    assert words[words.index("x") - len(ticks) : words.index("x")] == ticks
+
+
+def test_the_last_number_across_stays_in_the_drawing() -> None:
+    drawn = line_chart({"a": [1.0, 2.0]}, x=[0, 10000]).drawing
+    assert re.search(r'<text x="760" text-anchor="end" y="\d+">10,000<', drawn)

@@ -51,6 +51,8 @@ COMMANDS = [
     *(["doctor", target] for target in TARGETS if target not in ("/dev/full",)),
     *(["run", word] for word in WORDS if word not in ("/dev/full", "-") and not word.startswith("-")),
     *(["train", "--steps", word] for word in ("", "x", "-1", "0", "nan", "inf", "1e400", "1.5", "2**99999")),
+    *(["train", option, word] for option in ("--steps", "--nproc", "--max-restarts") for word in ("2**2**9", "1e10")),
+    ["train", "--nproc", "1025"],
     *(["train", f"--{name.replace('_', '-')}=\x1b[31m", "--steps=1"] for name in FIELDS),
     *(["bench", word] for word in WORDS),
     *(["lab", "--notebook", word] for word in ("zz", "9" * 5000, "\x1b", "../../etc/passwd")),

@@ -109,9 +109,6 @@ def check_steps(kind, options, every, first=1):
         assert (X @ X.T).dtype is (torch.float16 if casts else torch.float32), interrupt
         training.restore(start)
         training.stepped()
-        if kind == "skipped" and not amp.last_step(training.optimizer).stepped:  # the skip was still to come
-            training.restore(start)
-            training.stepped()
         assert values(training.state()) == right, interrupt
         amp.reset()
         assert thread_engines() == (), interrupt

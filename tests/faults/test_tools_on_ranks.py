@@ -165,22 +165,22 @@ def sharded(rank: int) -> list[str]:
 
 
 def test_tools_that_one_rank_calls_wait_for_no_other():
-    run_ranks(tools_with_combine_ddp, limit=40)
-    run_ranks(tools_with_synchronized_statistics, limit=40)
+    run_ranks(tools_with_combine_ddp)
+    run_ranks(tools_with_synchronized_statistics)
 
 
 def test_ranks_whose_loops_need_different_rehearsals_do_not_wait_for_each_other():
-    first, second = run_ranks(rehearsals_that_differ, limit=40)
+    first, second = run_ranks(rehearsals_that_differ)
     assert first == [["clips-scaled-gradients"]] * 2
     assert second == [[], []]
 
 
 @pytest.mark.parametrize("level", ["O1", "O2"])
 def test_the_doctor_follows_a_loop_that_accumulates_under_no_sync(level):
-    assert run_ranks(loops_of_apex, level, limit=40) == [[[], ["zero-grad-in-accumulation"]]] * 2
+    assert run_ranks(loops_of_apex, level) == [[[], ["zero-grad-in-accumulation"]]] * 2
 
 
 def test_a_tool_that_needs_whole_weights_refuses_shards_by_name():
-    for refused in run_ranks(sharded, limit=40):
+    for refused in run_ranks(sharded):
         assert len(refused) == 5
         assert all("0.weight is sharded" in each for each in refused)

@@ -3,6 +3,9 @@
 import importlib
 import inspect
 import re
+import shutil
+import subprocess
+from pathlib import Path
 
 import pytest
 from source_tree import ROOT
@@ -34,6 +37,17 @@ def test_the_names_of_a_room_are_documented(room: str) -> None:
     module = importlib.import_module(f"amplab.{room}")
     assert module.__doc__
     assert undocumented_names(module) == []
+
+
+def test_without_pdoc_the_script_says_what_to_install(tmp_path: Path) -> None:
+    for name in ("bash", "dirname"):
+        (tmp_path / name).symlink_to(str(shutil.which(name)))
+    result = subprocess.run(
+        [ROOT / ".ci" / "api"], env={"PATH": str(tmp_path)}, capture_output=True, text=True, check=False
+    )
+    assert result.returncode == 1
+    assert "pdoc" in result.stderr
+    assert "python -m pip install" in result.stderr
 
 
 def test_the_checks_fire() -> None:

@@ -56,6 +56,15 @@ def cell_faults(cell: Notebook) -> Iterator[str]:
             yield "stores an error without the tag raises-exception"
         if output.get("name") == "stderr":
             yield "stores output on stderr"
+        html = output.get("data", {}).get("text/html", "")
+        if has_bare_drawing(html if isinstance(html, str) else "".join(html)):
+            yield "stores a drawing that JupyterLab shows as loose words before the cell runs: use Chart.html()"
+
+
+def has_bare_drawing(html: str) -> bool:
+    """Return whether HTML has a drawing that is not `styled`. Small ones have their words in a title."""
+    rest = re.sub(r'<div class="drawn" style="display:none">.*?</div>', "", html, flags=re.DOTALL)
+    return bool(re.search(r'<svg (?!class="small")', rest))
 
 
 def notebooks() -> list[Path]:
@@ -88,6 +97,7 @@ def test_the_rules_accept_a_sound_notebook() -> None:
 
 
 ERROR = {"output_type": "error", "ename": "E", "evalue": "", "traceback": []}
+BARE = {"output_type": "display_data", "data": {"text/html": ["<p>memory</p>\n", "<svg width='9'>...</svg>"]}}
 WARNING = {"output_type": "stream", "name": "stderr", "text": ["careful\n"]}
 
 
@@ -104,6 +114,7 @@ WARNING = {"output_type": "stream", "name": "stderr", "text": ["careful\n"]}
         (1, {"source": ["x = 1\n"] * 9}, "9 lines"),
         (1, {"outputs": [ERROR]}, "raises-exception"),
         (1, {"outputs": [WARNING]}, "stderr"),
+        (1, {"outputs": [BARE]}, "loose words"),
     ],
 )
 def test_each_rule_fires(cell: int | None, change: Notebook, said: str) -> None:

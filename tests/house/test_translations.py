@@ -87,6 +87,22 @@ def link_faults(translated: Notebook, folder: Path) -> Iterator[str]:
             yield f"{target}: there is a translation, {Path(name).name}"
 
 
+def marks_of(text: str) -> set[str]:
+    """Return what a translation keeps: the numbers of a prose, without thousands separators, and its inline code."""
+    prose = LINK.sub("", " ".join(re.sub(r"^```.*?^```", "", text, flags=re.MULTILINE | re.DOTALL).split()))
+    code = re.compile(r"`[^`]+`")
+    plain = re.sub(r"(?<=\d),(?=\d{3})", "", code.sub("", prose))
+    return {*code.findall(prose), *(re.sub(r"^0(?=\d)", "", number) for number in re.findall(r"\d+(?:\.\d+)?", plain))}
+
+
+def omissions(translated: Notebook, english: Notebook) -> Iterator[str]:
+    """Yield the markdown cells that lack a number or a name of the English cell, and so probably its sentence."""
+    for mine, original in zip(translated["cells"], english["cells"], strict=True):
+        missing = marks_of(text_of(original)) - marks_of(text_of(mine))
+        if mine["cell_type"] == "markdown" and missing:
+            yield f"cell {mine['id']}: the English lesson also says {', '.join(sorted(missing))}"
+
+
 every_translation = pytest.mark.parametrize("path", TRANSLATED, ids=relative)
 
 
@@ -103,6 +119,11 @@ def test_code_and_outputs_are_those_of_the_english_lesson(path: Path) -> None:
 @every_translation
 def test_prose_is_translated(path: Path) -> None:
     assert list(prose_faults(read(path))) == []
+
+
+@every_translation
+def test_no_number_or_name_is_left_out(path: Path) -> None:
+    assert list(omissions(read(path), read(FOLDER / path.name))) == []
 
 
 @every_translation
@@ -181,6 +202,14 @@ def test_a_different_solution_is_found(source: str, said: str) -> None:
 def test_prose_that_is_not_translated_well_is_found(text: str, said: str) -> None:
     (fault,) = prose_faults(lesson(text))
     assert said in fault
+
+
+def test_a_number_or_a_name_that_is_left_out_is_found() -> None:
+    english = lesson("After 1,200 steps `amp` skips 07 of\nthem, see [06](06_loss.ipynb).")
+    assert list(omissions(lesson("`amp` 在 1200 步之后跳过 7 步，见[第 6 课](06_loss.ipynb)。"), english)) == []
+    assert list(omissions(lesson("跳过 7 步，见第 6 课。"), english)) == [
+        "cell text-0: the English lesson also says 1200, `amp`"
+    ]
 
 
 @pytest.mark.parametrize(

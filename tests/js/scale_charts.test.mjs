@@ -41,11 +41,18 @@ test("each rule is a line, the chosen one is named and has a triangle where it w
 test("empty series can be drawn", () => {
   for (const draw of [
     (canvas) => new RateChart(canvas).draw({ steps: [], values: [] }, 0, PALETTE),
-    (canvas) => new MemoryChart(canvas).draw({ steps: [], kinds: [{ name: "a", values: [] }], end: 0 }, PALETTE),
+    (canvas) => new MemoryChart(canvas).draw({ steps: [], kinds: [{ name: "a", values: [] }], end: 0 }, ["blue"], PALETTE),
     (canvas) => new WhatIfChart(canvas).draw({ runs: [{ name: "recorded", corners: [], skips: [] }], steps: 0 }, ["recorded"], PALETTE),
   ]) {
     const canvas = recordingCanvas();
     draw(canvas);
     assert.ok(canvas.numbers().every(Number.isFinite), JSON.stringify(canvas.numbers()));
   }
+});
+
+test("each kind of memory has the color of its legend", () => {
+  const canvas = recordingCanvas();
+  const kinds = [{ name: "parameters", values: [4] }, { name: "gradients", values: [2] }];
+  new MemoryChart(canvas).draw({ steps: [0], kinds, end: 9 }, ["blue", "green"], PALETTE);
+  assert.deepEqual(canvas.fills(), ["blue", "green"]);
 });

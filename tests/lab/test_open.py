@@ -51,13 +51,31 @@ def test_a_dashboard_of_a_new_experiment(opened, runs):
 def test_opening_again_finds_what_has_begun(opened):
     first = opened(SMALL)
     first.trainer.run(3)
-    second = opened(replace(SMALL, opt_level="O2"))
+    first.trainer.change(opt_level="O2")
+    assert first.trainer.wait(10)
+    second = opened(SMALL)  # the cell runs again
     assert second.trainer is first.trainer
-    assert second.config() == str(SMALL)
+    assert second.config() == str(replace(SMALL, opt_level="O2"))
     assert len(first.trainer.history) == 3
+
+
+def test_another_config_begins_and_the_paused_run_is_kept(opened):
+    first = opened()
+    first.trainer.run(3)
+    wanted = replace(SMALL, opt_level="O2")
+    assert repr(opened(wanted)) == f"<amplab lab at step 0: {wanted}>"
+    (kept,) = first.trainer.kept.runs
+    assert len(kept.history) == 3
+    first.run(steps=2)
+    assert repr(opened(wanted)) == repr(opened()) == f"<amplab lab at step 2: {wanted}>"
+
+
+def test_a_running_experiment_goes_on(opened):
+    first = opened(SMALL)
     first.trainer.start()
-    assert opened().trainer is first.trainer
+    assert opened().trainer is opened(replace(SMALL, opt_level="O2")).trainer is first.trainer
     assert first.trainer.state == "running"
+    assert first.config() == str(SMALL)
 
 
 def test_what_has_not_begun_gives_way(opened):

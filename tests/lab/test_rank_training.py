@@ -5,13 +5,14 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from pathlib import Path
 
 import pytest
 import torch
 
 from amplab.amp.run_state.file_format import read_run_state
-from amplab.lab import Experiment, ExperimentConfig, load_run
+from amplab.lab import Experiment, ExperimentConfig, load_run, rank_exchange
 from amplab.lab.rank_training import train_on_ranks
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "parallel"))
@@ -23,21 +24,24 @@ ALONE = ExperimentConfig(hidden=16, accumulate=2, init_scale=2.0**25, max_loss_s
 LIMIT = 400  # seconds, of about 20 on two cores that do nothing else
 
 STARTED = """
-# A sitecustomize of every rank: write checkpoints from the first step on; rank 1 of the first start dies after one
-import os, signal, sys, threading, time
-
-def shorten_and_die():
-    while not hasattr(sys.modules.get("amplab.lab.checkpoints"), "last_checkpoint"):
-        time.sleep(0.001)
-    sys.modules["amplab.lab.checkpoints"].EVERY_SECONDS = 0.0
-    if (os.environ["RANK"], os.environ["TORCHELASTIC_RESTART_COUNT"]) == ("1", "0"):
-        while not os.path.exists(os.environ["CHECKPOINT"]):
-            time.sleep(0.001)
-        time.sleep(0.2)  # some steps later
-        os.kill(os.getpid(), signal.SIGKILL)
+# A sitecustomize of every rank: a checkpoint after every step; rank 1 of the first start dies in the middle of one
+import os, signal
 
 if "RANK" in os.environ:
-    threading.Thread(target=shorten_and_die, daemon=True).start()
+    from amplab.lab import checkpoints
+    from amplab.lab.rank_exchange import RankExchange
+
+    checkpoints.EVERY_SECONDS = 0.0
+    averages, calls = RankExchange.average_, []
+
+    def average_and_die(self, grads):
+        calls.append(grads)
+        if len(calls) == 17:
+            os.kill(os.getpid(), signal.SIGKILL)
+        averages(self, grads)
+
+    if (os.environ["RANK"], os.environ["TORCHELASTIC_RESTART_COUNT"]) == ("1", "0"):
+        RankExchange.average_ = average_and_die
 """
 
 
@@ -48,11 +52,7 @@ def restarted(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
     (folder / "sitecustomize.py").write_text(STARTED)
     words = ["--steps", STEPS, "--hidden=16", "--init-scale=2**24", "--max-loss-scale=2**24"]
     command = [sys.executable, "-m", "amplab", "train", "--nproc", 2, "--max-restarts", 1, *words]
-    settings = {
-        "CHECKPOINT": f"{folder}/run/rank-0.checkpoint",
-        "PYTHONPATH": f"{folder}",
-        "AMPLAB_KERNELS": "reference",
-    }
+    settings = {"PYTHONPATH": f"{folder}", "AMPLAB_KERNELS": "reference"}
     words = [*map(str, command), "--log", str(folder / "run.jsonl")]
     with subprocess.Popen(
         words, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=os.environ | settings
@@ -137,10 +137,17 @@ def test_a_killed_rank_is_told_in_one_line_with_its_log(tmp_path):
     assert len(lines) < 8
 
 
+def send_once_there_is(log: Path, what: signal.Signals) -> None:
+    while not log.exists() or log.read_bytes().count(b"\n") < 2:
+        time.sleep(0.01)
+    os.kill(os.getpid(), what)
+
+
 def interrupted_alone(rank: int, folder: Path) -> int:
-    """Train until rank 1 gets the signal of Ctrl+C, and rank 0 none; return the exit status."""
+    """Train until rank 1 gets the signal of Ctrl+C once its log has a line, and rank 0 none; return the exit status."""
     if rank == 1:
-        threading.Timer(1.0, os.kill, (os.getpid(), signal.SIGINT)).start()
+        log = folder / "run" / "rank-1.jsonl"
+        threading.Thread(target=send_once_there_is, args=(log, signal.SIGINT), daemon=True).start()
     return train_on_ranks(ExperimentConfig(hidden=16), steps=100_000, log_path=folder / "run.jsonl").exit_status
 
 
@@ -150,3 +157,48 @@ def test_an_interrupt_of_one_rank_stops_both_after_the_same_step(tmp_path):
     assert run.differences == ()
     assert len(run.history) > 0
     assert read_run_state(tmp_path / "run" / "rank-0.checkpoint")["position"] == len(run.history)
+
+
+def printed() -> str:
+    """What this rank has printed so far; ranks.py has redirected it to a file."""
+    return Path("/proc/self/fd/1").read_text()
+
+
+def is_silent(rank: int) -> bool:
+    """Whether the last that was said of a rank is that it does not answer."""
+    silent = f"rank {rank} has not answered for 1 s; the other ranks wait for it."
+    return printed().count(silent) > printed().count(f"rank {rank} answers again.")
+
+
+def is_stopped(pid_file: Path) -> bool:
+    """Whether a signal has stopped the process."""
+    pid = pid_file.read_text() if pid_file.exists() else ""
+    return bool(pid) and Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2].startswith("T")
+
+
+def continue_once_told(stopped: int, pid_file: Path) -> None:
+    """Let the stopped rank go on when the other has said that it does not answer; end both when it does again."""
+    while not (is_stopped(pid_file) and is_silent(stopped)):  # a busy machine may keep it silent before
+        time.sleep(0.01)
+    os.kill(int(pid_file.read_text()), signal.SIGCONT)
+    while is_silent(stopped):
+        time.sleep(0.01)
+    os.kill(os.getpid(), signal.SIGINT)
+
+
+def stopped_for_a_while(rank: int, folder: Path, stopped: int) -> int:
+    rank_exchange.SILENT = 1.0
+    if rank == stopped:
+        (folder / "pid").write_text(str(os.getpid()))
+        log = folder / "run" / f"rank-{rank}.jsonl"
+        threading.Thread(target=send_once_there_is, args=(log, signal.SIGSTOP), daemon=True).start()
+    else:
+        threading.Thread(target=continue_once_told, args=(stopped, folder / "pid"), daemon=True).start()
+    return train_on_ranks(ExperimentConfig(hidden=16), steps=100_000, log_path=folder / "run.jsonl").exit_status
+
+
+@pytest.mark.skipif(not os.path.exists("/proc/self/fd"), reason="reads what a rank has printed in /proc")
+@pytest.mark.parametrize("stopped", [0, 1])
+def test_a_rank_that_does_not_answer_is_told_while_the_others_wait(tmp_path, stopped):
+    assert run_ranks(stopped_for_a_while, tmp_path, stopped) == [130, 130]
+    assert load_run(tmp_path / "run").differences == ()

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 from torch import nn
+from torch.distributed import distributed_c10d
 
 from amplab import GradScaler, amp, autocast, first_nonfinite, gradient_range, watch, xray
 from amplab.lab import ExperimentConfig, Run, Trainer, load_run
@@ -120,6 +121,42 @@ def with_shards(rank: int, folder: Path) -> str:
     return w.history.explanations[BAD_STEP].sentence
 
 
+class OverflowInBackward(torch.autograd.Function):
+    """The identity; its backward returns inf if ``overflows``."""
+
+    @staticmethod
+    def forward(ctx, value, overflows):
+        ctx.overflows = overflows
+        return value.clone()
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad * float("inf") if ctx.overflows else grad, None
+
+
+def with_shards_that_overflow_in_backward(rank: int) -> str:
+    """Train a sharded model whose backward overflows between its layers, once, on rank 1; return the explanation."""
+    from torch.distributed.fsdp import fully_shard
+
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4))
+    overflows = [False]
+    model[1].register_forward_hook(lambda _module, _args, out: OverflowInBackward.apply(out, overflows[0]))
+    fully_shard(model)
+    optimizer, scaler = torch.optim.SGD(model.parameters(), lr=0.01), GradScaler("cpu", init_scale=1024.0)
+    step = autocast("cpu", dtype=torch.float16)(lambda batch: model(batch).float().square().mean())
+    with warnings.catch_warnings(), watch(model, optimizer, scaler=scaler, step=step) as w:
+        warnings.simplefilter("ignore", RuntimeWarning)
+        for number, batch in enumerate(w.batches(batches(0))):
+            overflows[0] = (rank, number) == (1, BAD_STEP)
+            optimizer.zero_grad()
+            scaler.scale(w.loss(step(batch))).backward()
+            scaler.step(optimizer)
+            scaler.update()
+    assert w.history.skipped_steps() == [BAD_STEP]
+    return w.history.explanations[BAD_STEP].sentence
+
+
 def tools_of_one_rank(rank: int) -> None:
     """Call tools on rank 0 only, between two steps of both; nothing waits for rank 1, and both average as before."""
     model = net()
@@ -143,6 +180,8 @@ def several_runs(rank: int, folder: Path) -> list[list[list[float]]]:
     why = with_shards(rank, folder / "sharded")
     assert "a FSDPSequential, exchanges values with the other ranks in its forward" in why
     assert why.endswith(f"The loss of rank {rank} was {'NaN' if rank else 'finite'}."), why
+    why = with_shards_that_overflow_in_backward(rank)
+    assert why.endswith("0.bias is not finite, and the gradients of the parameters after it are."), why
     return [
         with_scaler(rank, folder / "wrapped", True),
         with_scaler(rank, folder / "inner", False),
@@ -227,28 +266,26 @@ def dies_in_its_loop(rank: int, folder: Path) -> None:
 
 
 def stops_answering(rank: int, folder: Path) -> str:
-    """Train an experiment of the lab whose rank 1 does not take part in the second step."""
-    store = torch.distributed.FileStore(str(folder / "store"), 2)
-    timeout = timedelta(seconds=2)
-    torch.distributed.init_process_group("gloo", store=store, rank=rank, world_size=2, timeout=timeout)
+    """Train an experiment of the lab whose rank 1 takes no part in the second step until rank 0 has given up."""
     trainer = Trainer(ExperimentConfig(hidden=16), log=folder / "hung.jsonl", exchange=RankExchange(this_rank()))
     trainer.run(1)
+    gave_up = torch.distributed.FileStore(str(folder / "gave-up"), 2)
     if rank == 1:
-        time.sleep(3.5)
+        gave_up.wait(["rank 0"])
         return ""
+    distributed_c10d._set_pg_timeout(timedelta(seconds=0.5))
     with suppress(RuntimeError):
         trainer.run(1)
+    gave_up.set("rank 0", "")
     trainer.stop()
     trainer.wait()
     return trainer.failures[-1].text
 
 
 def test_the_log_and_the_checkpoint_of_a_rank_that_dies_load(tmp_path):
-    began = time.monotonic()
-    alive, killed = rank_outcomes(dies_in_its_loop, tmp_path, limit=40)
-    assert time.monotonic() - began < 40
+    alive, killed = rank_outcomes(dies_in_its_loop, tmp_path)
     assert killed.exitcode == -signal.SIGKILL
-    assert "Connection" in alive.error  # of gloo, at once: not after the timeout of the process group
+    assert "Connection" in alive.error  # of gloo, which sees that it closes: not the timeout of the process group
     run = load_run(tmp_path / "run")
     assert [len(each.history) for each in run.ranks] == [BAD_STEP + 1, BAD_STEP + 1]
     (lost,) = run.findings().named("rank-lost")
@@ -262,7 +299,7 @@ def test_the_log_and_the_checkpoint_of_a_rank_that_dies_load(tmp_path):
 
 
 def test_a_rank_that_waits_in_vain_stops_with_a_message_after_the_timeout(tmp_path):
-    waited, _ = run_ranks(stops_answering, tmp_path, backend=None)
+    waited, _ = run_ranks(stops_answering, tmp_path)
     assert waited.startswith(
         "The run failed at step 1.\nrank 0 of 2 stopped: another rank has ended, or did not answer"
     )

@@ -117,3 +117,51 @@ def test_a_scale_set_by_hand_is_no_skip(scaler_type, fused):
                 scaler.update(512.0)
     assert [record.skipped for record in w.history.records()] == [step in (1, 4) for step in range(6)]
     assert len(w.history) == 6
+
+
+@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize("bad", [(), (0,), (1,), (3,), (0, 1, 2), (0, 1, 2, 3)])
+def test_a_skip_among_the_steps_of_one_batch_is_counted(bad, fused):
+    """With torch's scaler a batch of `w.batches` is one record, however many steps it has."""
+    model = nn.Linear(16, 4)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, fused=fused)
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    with watch(model, optimizer, scaler=scaler) as w:
+        for number, (x, y) in enumerate(w.batches(BATCHES[:3])):
+            for part in range(4):
+                optimizer.zero_grad()
+                factor = float("inf") if number == 1 and part in bad else 1.0
+                scaler.scale(w.loss(F.cross_entropy(model(x), y) * factor)).backward()
+                scaler.step(optimizer)
+                scaler.update()
+    assert [record.skipped for record in w.history.records()] == [False, bool(bad), False]
+
+
+def test_a_scale_that_is_set_after_each_of_several_steps_of_a_batch_is_no_skip():
+    model, optimizer = make()
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    with watch(model, optimizer, scaler=scaler) as w:
+        for x, y in w.batches(BATCHES[:3]):
+            for _ in range(2):
+                optimizer.zero_grad()
+                scaler.scale(w.loss(F.cross_entropy(model(x), y))).backward()
+                scaler.step(optimizer)
+                scaler.update(scaler.get_scale() * 0.9)
+    assert [record.skipped for record in w.history.records()] == [False] * 3
+
+
+def test_steps_between_watch_and_its_block_are_not_counted():
+    model, optimizer = make()
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    w = watch(model, optimizer, scaler=scaler)
+
+    def step():
+        optimizer.zero_grad()
+        scaler.scale(w.loss(F.cross_entropy(model(BATCHES[0][0]), BATCHES[0][1]))).backward()
+        scaler.step(optimizer)
+        scaler.update()
+
+    step()
+    with w:
+        step()
+    assert [record.skipped for record in w.history.records()] == [False]

@@ -5,6 +5,8 @@ import io
 import json
 import math
 import re
+import tracemalloc
+from collections.abc import Callable
 from html.parser import HTMLParser
 from pathlib import Path
 
@@ -14,7 +16,7 @@ from torch import nn
 
 import amplab
 from amplab.lab import ExperimentConfig, Trainer, load_run, report, run_csv, run_json
-from amplab.lab.history import COLUMNS
+from amplab.lab.history import COLUMNS, History
 
 
 @pytest.fixture(scope="module")
@@ -49,6 +51,24 @@ def test_json_holds_the_run_and_the_string_that_repeats_it(trained: Trainer) -> 
     assert "NaN" in [step["loss"] for step in steps]
     assert any(change["text"] == "opt_level O1 → O2" for change in taken["changes"])
     assert taken["explanations"]
+
+
+@pytest.mark.parametrize("export", [run_csv, lambda history: run_json(history, "config")], ids=["csv", "json"])
+def test_a_long_run_is_exported_in_little_more_memory_than_its_text(export: Callable[[History], str]) -> None:
+    history, count = History(), 20_000
+    values = {name: [float(step) for step in range(count)] for name in ("loss", "seconds", "grad_exponent")}
+    words = dict.fromkeys(("first_nonfinite", "injected"), [None] * count) | {"opt_level": ["O1"] * count}
+    scales = dict.fromkeys(("loss_scale", "next_loss_scale"), [65536.0] * count)
+    values |= words | scales | {"step": list(range(count)), "skipped": [False] * count, "score": [None] * count}
+    history.extend({name: values[name] for name in COLUMNS})
+    tracemalloc.start()
+    try:
+        text = export(history)
+        _, most = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert text.count("65536.0") == 2 * count
+    assert most < 5 * len(text)
 
 
 class Tags(HTMLParser):

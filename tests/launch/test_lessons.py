@@ -111,6 +111,16 @@ def test_the_list_has_titles_minutes_and_progress(chinese: Path) -> None:
     assert re.search(r"^zh/03  ", table, re.MULTILINE)
 
 
+@pytest.mark.parametrize(
+    ("said", "minutes"), [("15 minutes", "15"), ("10 to 15 minutes", "10 to 15"), ("用时 10 到 15 分钟", "10 to 15")]
+)
+def test_the_minutes_are_read_in_both_languages(tmp_path: Path, said: str, minutes: str) -> None:
+    cells = [nbformat.v4.new_markdown_cell(f"# 3 Why scale the loss\n\n{said}.")]
+    nbformat.write(nbformat.v4.new_notebook(cells=cells), tmp_path / "03_loss_scale.ipynb")
+    (row,) = lesson_rows(tmp_path, {})
+    assert row.minutes == minutes
+
+
 def test_copies_are_written_once_and_never_overwritten(shipped: Path, folder: Path) -> None:
     assert copy_lessons(shipped, folder).written == tuple(f"{name}.ipynb" for name in NAMES)
     (folder / "00_the_lab.ipynb").write_text("my work")

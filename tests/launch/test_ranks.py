@@ -15,8 +15,9 @@ if what == "killed" and rank == "1":
 if what == "refused":
     sys.exit(2)
 if what == "killed":
-    time.sleep(60)
-print(rank, os.environ["TORCHELASTIC_RUN_ID"], os.environ["OMP_NUM_THREADS"])
+    time.sleep(600)  # until the launcher ends it
+line = f"{rank} {os.environ['TORCHELASTIC_RUN_ID']} {os.environ['OMP_NUM_THREADS']}\\n"
+os.write(1, line.encode())  # at once: torchrun starts Python unbuffered, and the ranks share the output
 """
 
 LAUNCHES = """

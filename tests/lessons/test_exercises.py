@@ -1,14 +1,18 @@
 """Checks of exercises: verdicts on answers, and the file of the progress."""
 
 import json
-from collections.abc import Callable, Mapping
+import math
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
 from course import unheard
 
 from amplab.lessons.exercises import NOT_ANSWERED, Exercise, exercise
+from amplab.lessons.forms import DTYPES, in_form, keys_fault, shown
 from amplab.lessons.progress import PROGRESS, read_progress, record_right
 
 
@@ -62,6 +66,80 @@ def test_without_a_reason_right_is_the_whole_verdict() -> None:
     assert repr(exercise("98-2")(lambda answer: None)(1)) == "Right."
 
 
+@pytest.mark.parametrize(
+    "answer", [17, 17.0, torch.tensor(17), torch.tensor(17.0), np.float32(17), np.int64(17), np.array(17)]
+)
+@pytest.mark.parametrize("form", [int, float])
+def test_a_number_is_a_number_whatever_holds_it(form: type, answer: object) -> None:
+    def check(answer):
+        return None if (answer, type(answer) in (int, float)) == (17, True) else f"{answer!r}"
+
+    check.__annotations__["answer"] = form
+    assert exercise("98-4")(check)(answer).right
+
+
+@pytest.mark.parametrize("name", ["half", "fp16", "float16", "torch.half", " torch.float16", torch.half])
+def test_a_dtype_has_its_usual_names(name: object) -> None:
+    assert in_form([name], Sequence[torch.dtype]) == [torch.float16]
+
+
+def test_the_names_of_dtypes_are_those_of_torch() -> None:
+    for name, dtype in DTYPES.items():
+        assert getattr(torch, name, dtype) is dtype
+
+
+def test_an_answer_of_another_form_is_told_how_to_write_it() -> None:
+    @exercise("98-5")
+    def check(answer: Mapping[str, float]) -> str | None:
+        """Ask for a dict.
+
+        Form:
+            write a dict of numbers,
+            such as dict(a=1).
+
+        Right:
+            So it is.
+        """
+        return keys_fault(answer, ("a", "b"))
+
+    how = "write a dict of numbers, such as dict(a=1)."
+    assert repr(check([1])) == f"Not yet: [1] is not a dict: {how}"
+    assert repr(check({"a": "1"})) == f"Not yet: answer['a'] = '1' is not a number: {how}"
+    assert repr(check({"a": 1})) == "Not yet: the answer lacks 'b': the keys are 'a', 'b'."
+    assert repr(check({"a": 1, "b": 2, 3: 4})) == "Not yet: the answer has the key 3, which is none of 'a', 'b'."
+    assert repr(check({"a": 1, "b": 2})) == "Right. So it is."
+
+
+def test_a_call_without_an_answer_is_told_the_call() -> None:
+    assert repr(check_half()) == "Not yet: it needs other arguments; call it as check_half(answer, other)."  # type: ignore[call-arg]
+
+
+def test_what_a_function_of_the_reader_raises_is_said_to_be_its_error() -> None:
+    @exercise("98-6")
+    def check(answer: Callable[[float], float]) -> str | None:
+        return None if answer(0.0) == 1 else "no"
+
+    assert repr(check(lambda x: 1 / x)) == "Not yet: your function raised ZeroDivisionError: float division by zero."
+    assert check(math.cos).right
+    with pytest.raises(KeyboardInterrupt):
+        check(interrupted)
+
+
+def interrupted(_: float) -> float:
+    raise KeyboardInterrupt
+
+
+def test_a_long_answer_is_shown_in_one_line() -> None:
+    class Broken:
+        def __repr__(self) -> str:
+            raise ValueError
+
+    assert shown(Broken()) == "<Broken>"
+    assert shown(10**5000) == "<int>"
+    assert len(shown(torch.nn.Sequential(*[torch.nn.Linear(2, 2)] * 50))) == 100
+    assert "\n" not in shown(torch.ones(3, 3))
+
+
 def of_form(form: object) -> Exercise:
     """Return an exercise whose check needs an answer of a form."""
 
@@ -76,7 +154,25 @@ def of_form(form: object) -> Exercise:
     ("form", "answer", "expected"),
     [
         (float, "2", "'2' is not a number"),
-        (int, None, "None is not a number"),
+        (int, None, "None is not a whole number"),
+        (int, 2.5, "2.5 is not a whole number"),
+        (float, True, "True is not a number"),
+        (float, math.nan, "nan is not a finite number"),
+        (float, 10**400, "is not a finite number"),
+        (float, torch.ones(2), "tensor([1., 1.]) is not a number"),
+        (float, torch.tensor(True), "tensor(True) is not a number"),
+        (dict[str, int], {"a": "2"}, "answer['a'] = '2' is not a whole number"),
+        (dict[str, tuple[float, float]], {"a": (1, None)}, "answer['a'][1] = None is not a number"),
+        (Mapping[str, torch.dtype], {"a": "hlaf"}, "answer['a'] = 'hlaf' is not a dtype"),
+        (list[dict[str, float]], [{"a": 1}, 2], "answer[1] = 2 is not a dict"),
+        (Sequence[str], {"a"}, "{'a'} is not a list"),
+        (Collection[str], "a", "'a' is not a list or a set"),
+        (Iterable[str], torch.tensor(1.0), "tensor(1.) is not a list or a set"),
+        (str | Iterable[str], 3, "3 is not a string or a list or a set"),
+        (str | Iterable[str], [3], "answer[0] = 3 is not a string"),
+        (type[int], 3, "3 is not a subclass of int"),
+        (type[int], str, "<class 'str'> is not a subclass of int"),
+        (Path, "a", "'a' is not a Path"),
         (dict[str, int], [1], "[1] is not a dict"),
         (Mapping[str, int], "a", "'a' is not a dict"),
         (tuple[int, int], (1, 2, 3), "(1, 2, 3) is not 2 values in parentheses"),
@@ -84,7 +180,8 @@ def of_form(form: object) -> Exercise:
         (Callable[[int], int], 3, "3 is not a function"),
         (float, 2, "the check raised TypeError"),
         (Callable[[int], int], len, "the check raised TypeError"),
-        (str, 3, "the check raised TypeError"),
+        (str, 3, "3 is not a string"),
+        (None, None, "the check raised TypeError"),
     ],
 )
 def test_an_answer_of_another_form_is_told_the_form(form: object, answer: object, expected: str) -> None:

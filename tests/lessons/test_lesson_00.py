@@ -31,7 +31,7 @@ def test_check_skipped_step_reads_the_run(lab: Dashboard) -> None:
     assert lesson_00.check_skipped_step(lab).right
 
 
-@pytest.mark.parametrize(("answer", "said"), [(1, "is not the lab"), (..., NOT_ANSWERED)])
+@pytest.mark.parametrize(("answer", "said"), [(1, "pass `lab`"), (..., NOT_ANSWERED)])
 def test_check_skipped_step_wants_the_lab(answer, said: str) -> None:
     assert said in repr(lesson_00.check_skipped_step(answer))
 

@@ -47,7 +47,7 @@ def test_check_formats_with_eps(answer, said: str) -> None:
         (4 / 32, "Right"),
         (4, "divide it by 32"),
         (0.25, "count inf and nan"),
-        (math.nan, "it is not nan"),
+        (math.nan, "nan is not a finite number"),
         (..., NOT_ANSWERED),
     ],
 )

@@ -1,5 +1,6 @@
 """Lesson 3: at scale 1 the first layer does not learn, and the checks say what is wrong."""
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -72,12 +73,23 @@ def test_gradients_between_layers_are_those_of_retain_grad_and_leave_no_hook() -
 
 @pytest.mark.parametrize(
     ("answer", "said"),
-    [(16, "Right"), (8, "still zero"), (32, "find the smallest"), (12, "power of two"), (..., NOT_ANSWERED)],
+    [
+        (16, "Right"),
+        (torch.tensor(16.0), "Right"),
+        (np.float32(16), "Right"),
+        (8, "still zero"),
+        (torch.tensor(32), "find the smallest"),
+        (12, "power of two"),
+        (-16, "power of two"),
+        ("16", "'16' is not a number: write a power of two"),
+        (torch.ones(2), "is not a number"),
+        (..., NOT_ANSWERED),
+    ],
 )
 def test_check_large_enough(answer, said: str) -> None:
     verdict = lesson_03.check_large_enough(answer)
     assert said in repr(verdict)
-    assert verdict.right is (answer == 16)
+    assert verdict.right is (said == "Right")
 
 
 @pytest.mark.parametrize(

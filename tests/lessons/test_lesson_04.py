@@ -87,10 +87,17 @@ def test_a_score_is_that_of_held_out_data() -> None:
 def test_the_dtypes_of_an_answer_are_compared_with_those_that_are_seen() -> None:
     assert check_dtypes(RIGHT_DTYPES).right
     assert "O2, weights of BatchNorm" in repr(check_dtypes({**RIGHT_DTYPES, "O2": ("float16",) * 3}))
-    assert "O3 is missing" in repr(check_dtypes({"O1": RIGHT_DTYPES["O1"], "O2": RIGHT_DTYPES["O2"]}))
+    assert "lacks 'O3'" in repr(check_dtypes({"O1": RIGHT_DTYPES["O1"], "O2": RIGHT_DTYPES["O2"]}))
     assert "Not answered yet" in repr(check_dtypes({"O1": (..., ..., ...)}))  # type: ignore[dict-item]
     spelled = {level: tuple(getattr(torch, dtype) for dtype in row) for level, row in RIGHT_DTYPES.items()}
     assert check_dtypes(spelled).right
+    assert check_dtypes({"O1": ["float"] * 3, "O2": ("half", "fp32", "torch.float"), "O3": ("torch.half",) * 3}).right
+    assert "O1, weights of a convolution: it is not float16" in repr(
+        check_dtypes({**RIGHT_DTYPES, "O1": ("half",) * 3})
+    )
+    assert "answer['O1'][0] = 'hlaf' is not a dtype" in repr(check_dtypes({**RIGHT_DTYPES, "O1": ("hlaf",) * 3}))
+    assert "answer['O3'] = None is not 3 values" in repr(check_dtypes({**RIGHT_DTYPES, "O3": None}))  # type: ignore[dict-item]
+    assert "has the key 'O4'" in repr(check_dtypes({**RIGHT_DTYPES, "O4": ("half",) * 3}))
 
 
 def test_three_overrides_make_o3_the_same_as_o2() -> None:
@@ -98,7 +105,9 @@ def test_three_overrides_make_o3_the_same_as_o2() -> None:
     assert "loss_scale is 1.0" in repr(check_o3_as_o2({"keep_batchnorm_fp32": True, "master_weights": True}))
     assert "keep_batchnorm_fp32 is False" in repr(check_o3_as_o2({"master_weights": True}))
     assert "'O2' is not a dict" in repr(check_o3_as_o2("O2"))  # type: ignore[arg-type]
-    assert "raised" in repr(check_o3_as_o2({"patch_torch_functions": True}))
+    assert "O3 refuses {'patch_torch_functions': True}" in repr(check_o3_as_o2({"patch_torch_functions": True}))
+    assert "O3 refuses {'keep_batchnorm_fp32': None" not in repr(check_o3_as_o2({"keep_batchnorm_fp32": "yes"}))
+    assert "'lr' is no property" in repr(check_o3_as_o2({"lr": 0.1}))
 
 
 def test_one_override_mends_the_run_with_a_small_learning_rate() -> None:
@@ -107,6 +116,8 @@ def test_one_override_mends_the_run_with_a_small_learning_rate() -> None:
     assert "exactly one" in repr(check_one_override({"master_weights": True, "loss_scale": 128.0}))
     assert "True is not a dict" in repr(check_one_override(True))  # type: ignore[arg-type]
     assert "no property" in repr(check_one_override({"lr": 0.1}))
+    for refused in ({"loss_scale": "x"}, {"loss_scale": -1}, {"keep_batchnorm_fp32": "maybe"}):
+        assert f"O3 refuses {refused}: " in repr(check_one_override(refused))
     assert "another level" in repr(check_one_override({"cast_model_type": torch.float32}))
 
 

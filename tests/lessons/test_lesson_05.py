@@ -51,8 +51,14 @@ def test_a_module_rule_saves_the_run_as_o1_does() -> None:
 
 def test_the_dtypes_of_an_answer_are_compared_with_those_of_real_ops() -> None:
     assert check_dtypes_at_o1(RIGHT_DTYPES).right
+    assert check_dtypes_at_o1({op: dtype.replace("float16", "half") for op, dtype in RIGHT_DTYPES.items()}).right
+    assert check_dtypes_at_o1({op: getattr(torch, dtype) for op, dtype in RIGHT_DTYPES.items()}).right
+    assert "wide @ wide does not return float32" in repr(check_dtypes_at_o1({**RIGHT_DTYPES, "wide @ wide": "float"}))
+    assert "'narrow' is not a dtype, such as 'float16'" in repr(
+        check_dtypes_at_o1({**RIGHT_DTYPES, "half.exp()": "narrow"})
+    )
     assert "half.mean() does not return float32" in repr(check_dtypes_at_o1({**RIGHT_DTYPES, "half.mean()": "float32"}))
-    assert "half.exp() does not return nothing" in repr(check_dtypes_at_o1({"wide @ wide": "float16"}))
+    assert "the answer lacks 'half.exp()'" in repr(check_dtypes_at_o1({"wide @ wide": "float16"}))
     assert "Not answered yet" in repr(check_dtypes_at_o1(dict.fromkeys(RIGHT_DTYPES, ...)))  # type: ignore[arg-type]
 
 
@@ -67,7 +73,7 @@ def test_a_rule_for_matmul_leaves_the_other_ops_alone() -> None:
     assert "has changed too, to bfloat16" in repr(check_float32_rule(in_bfloat16))
     modules = PrecisionPolicy(op_rules=rule, module_rules={"*": torch.float32})
     assert "also has rules for modules" in repr(check_float32_rule(modules))
-    assert "not a policy" in repr(check_float32_rule({"matmul": torch.float32}))  # type: ignore[arg-type]
+    assert "is not a PrecisionPolicy" in repr(check_float32_rule({"matmul": torch.float32}))  # type: ignore[arg-type]
 
 
 def test_a_pattern_saves_the_run_and_leaves_most_weights_half() -> None:
@@ -75,7 +81,7 @@ def test_a_pattern_saves_the_run_and_leaves_most_weights_half() -> None:
     assert "which module computes exp" in repr(check_saving_rule("output"))
     assert "name fewer modules" in repr(check_saving_rule("*"))
     assert "has the letters 'block'" in repr(check_saving_rule("block?.attention"))
-    assert "not a pattern" in repr(check_saving_rule(["*.attention"]))  # type: ignore[arg-type]
+    assert "is not a string: write a pattern" in repr(check_saving_rule(["*.attention"]))  # type: ignore[arg-type]
     assert "matches no module" in repr(check_saving_rule("attention"))
 
 

@@ -3,6 +3,7 @@
 from itertools import product
 
 import pytest
+import torch
 
 from amplab.lessons.lesson_06 import (
     check_next,
@@ -45,6 +46,9 @@ def test_the_skips_at_the_start_are_those_of_a_replay() -> None:
     rule = DynamicScale(init_scale=2.0**32)
     right = len(replay(rule, gradient_exponents=[0.0] * 100).skips)
     assert check_skips_at_the_start(right).right
+    assert check_skips_at_the_start(float(right)).right
+    assert check_skips_at_the_start(torch.tensor(right)).right
+    assert "-3 skips cannot be right" in repr(check_skips_at_the_start(-3))
     assert "above 65504" in repr(check_skips_at_the_start(right - 1))
     assert "Would 2^15 have overflowed" in repr(check_skips_at_the_start(right + 1))
     assert "not a whole number" in repr(check_skips_at_the_start(16.5))

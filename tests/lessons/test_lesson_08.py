@@ -25,10 +25,44 @@ def clip_late(session, loss, optimizer):
     optimizer.step()
 
 
-def clip_nothing(session, loss, optimizer):
+def clip_by_the_session(session, loss, optimizer):
+    with session.scale_loss(loss, optimizer) as scaled_loss:
+        scaled_loss.backward()
+    session.clip_grad_norm_(optimizer, 1.0)
+    optimizer.step()
+
+
+def clip_model_params(session, loss, optimizer):
     with session.scale_loss(loss, optimizer) as scaled_loss:
         scaled_loss.backward()
     nn.utils.clip_grad_norm_(session.model_params(optimizer), 1.0)
+    optimizer.step()
+
+
+def clip_nothing(session, loss, optimizer):
+    with session.scale_loss(loss, optimizer) as scaled_loss:
+        scaled_loss.backward()
+    optimizer.step()
+
+
+def clip_masters_in_the_block(session, loss, optimizer):
+    with session.scale_loss(loss, optimizer) as scaled_loss:
+        scaled_loss.backward()
+        nn.utils.clip_grad_norm_(session.master_params(optimizer), 1.0)
+    optimizer.step()
+
+
+def clip_after_the_step(session, loss, optimizer):
+    with session.scale_loss(loss, optimizer) as scaled_loss:
+        scaled_loss.backward()
+    optimizer.step()
+    nn.utils.clip_grad_norm_(session.master_params(optimizer), 1.0)
+
+
+def too_high(session, loss, optimizer):
+    with session.scale_loss(loss, optimizer) as scaled_loss:
+        scaled_loss.backward()
+    nn.utils.clip_grad_norm_(session.master_params(optimizer), 10.0)
     optimizer.step()
 
 
@@ -66,6 +100,7 @@ def step_inside(session, loss, optimizer):
         (lesson.check_smallest_rate, 2**-11),
         (lesson.check_bytes_per_parameter, 14),
         (lesson.check_clipped_step, clip_and_step),
+        (lesson.check_clipped_step, clip_by_the_session),
     ],
 )
 def test_the_solution_is_right(check, answer):
@@ -87,9 +122,13 @@ def test_the_solution_is_right(check, answer):
         (lesson.check_bytes_per_parameter, 18, "gradients are not asked"),
         (lesson.check_bytes_per_parameter, 99, "add 2, 4 or 8"),
         (lesson.check_clipped_step, ..., "Not answered"),
-        (lesson.check_clipped_step, 1.0, "cannot be called"),
+        (lesson.check_clipped_step, 1.0, "is not a function: write def answer"),
         (lesson.check_clipped_step, clip_late, "1024 times too short"),
-        (lesson.check_clipped_step, clip_nothing, "gradients of norm 8"),
+        (lesson.check_clipped_step, clip_model_params, "not the parameters of the model"),
+        (lesson.check_clipped_step, clip_nothing, "nothing clips them"),
+        (lesson.check_clipped_step, clip_masters_in_the_block, "was called inside the block"),
+        (lesson.check_clipped_step, too_high, "the limit of the clip has to be 1.0"),
+        (lesson.check_clipped_step, clip_after_the_step, "was called after optimizer.step(): clip after the block"),
         (lesson.check_clipped_step, no_step, "did not change"),
         (lesson.check_clipped_step, too_low, "norm 0.25; expected 1"),
         (lesson.check_clipped_step, normalizes, "norm 0.5, which is below the limit, became 1"),

@@ -89,6 +89,11 @@ def test_images_are_a_png_of_their_pixels() -> None:
         (..., "Not answered yet"),
         (("generator", [1]), "was not passed"),
         (("discriminator", [0, 1]), "only the scale of the loss"),
+        (("both", [1]), "'both' has no optimizer here"),
+        (("discriminator", 1), "answer[1] = 1 is not a list: write a name and a list"),
+        (("discriminator", ["1"]), "answer[1][0] = '1' is not a whole number"),
+        (("discriminator",), "('discriminator',) is not 2 values in parentheses"),
+        (None, "None is not 2 values in parentheses: write a name and a list"),
     ],
 )
 def test_check_skipped(answer: Any, said: str) -> None:
@@ -103,7 +108,10 @@ def test_check_skipped(answer: Any, said: str) -> None:
         ({"num_losses": 1, "class": 0, "box": 0}, "losses are counted"),
         ({"num_losses": 2, "class": 0, "box": 0}, "share a scale"),
         ({"num_losses": 2, "class": 1, "box": 2}, "loss_id 2 does not exist"),
-        ({"num_losses": 2}, "box, class is missing"),
+        ({"num_losses": 2, "class": 1, "box": -1}, "loss_id -1 does not exist"),
+        ({"num_losses": "2", "class": 1, "box": 0}, "answer['num_losses'] = '2' is not a whole number"),
+        ({"num_losses": 2, "class": 1, "box": 0, "mask": 1}, "has the key 'mask'"),
+        ({"num_losses": 2}, "the answer lacks 'class': the keys"),
     ],
 )
 def test_check_num_losses(answer: Any, said: str) -> None:
@@ -121,7 +129,7 @@ def test_check_num_losses(answer: Any, said: str) -> None:
         (generator_step(melt=False), "would never learn again"),
         (generator_step(loss_id=0), "loss_id=2"),
         (generator_step(target=0.0), "takes for real"),
-        (lambda _model: None, "the check raised TypeError"),
+        (lambda _model: None, "your function raised TypeError"),
     ],
 )
 def test_check_generator_step(answer: Any, said: str) -> None:

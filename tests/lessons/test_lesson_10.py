@@ -79,7 +79,7 @@ def test_the_explorer_draws_every_choice() -> None:
         (accumulation(delayed=8), "no gradient was unscaled"),
         (accumulation(delayed=5, batches=6), "use all eight micro-batches"),
         (whole_batch, "entered 1 times, expected 8"),
-        (lambda _model: None, "the check raised TypeError"),
+        (lambda _model: None, "your function raised TypeError"),
     ],
 )
 def test_check_accumulation(answer: Any, said: str) -> None:
@@ -94,6 +94,9 @@ def test_check_accumulation(answer: Any, said: str) -> None:
         ((2000, 2000), "every backward counts"),
         ((125, 2000), "have 1000 backwards"),
         ((250, 250), "only the last backward"),
+        (("250", "2000"), "answer[0] = '250' is not a whole number: write two numbers"),
+        (250, "250 is not 2 values in parentheses"),
+        (None, "None is not 2 values in parentheses"),
     ],
 )
 def test_check_growth(answer: Any, said: str) -> None:
@@ -108,6 +111,8 @@ def test_check_growth(answer: Any, said: str) -> None:
         (4, "half as large"),
         (22, "of the epoch"),
         (5, "count the micro-batches"),
+        ("2", "'2' is not a number"),
+        (torch.tensor(2), "Right"),
     ],
 )
 def test_check_left_over(answer: Any, said: str) -> None:

@@ -59,6 +59,34 @@ class CarelessBatch(Batch):
         return CarelessBatch(self.images.to(*args), self.labels.to(*args))
 
 
+def with_forward(**options: Any) -> type[Function]:
+    """Return `Square` with other arguments of its decorators."""
+    forward = staticmethod(custom_fwd(Square.forward, **options))
+    backward = staticmethod(custom_bwd(Square.backward, device_type=options["device_type"]))
+    return type("Decorated", (Square,), {"forward": forward, "backward": backward})
+
+
+def with_torchs_decorator() -> type[Function]:
+    forward = torch.amp.custom_fwd(Square.forward, device_type="cpu", cast_inputs=torch.float32)
+    return type("Decorated", (Square,), {"forward": staticmethod(forward)})
+
+
+class HalfInside(Square):
+    """Is decorated, and makes its float32 input half."""
+
+    @staticmethod
+    @custom_fwd(device_type="cpu", cast_inputs=torch.float32)
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.half() * x.half()
+
+
+class NotATensor(Square):
+    """Returns nothing."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> None: ...
+
+
 class ChangedBatch(Batch):
     """Changes itself."""
 
@@ -79,6 +107,20 @@ class LeftBehind(Batch):
 
     def to(self, target: Any) -> "LeftBehind":
         return LeftBehind(self.images.to(target), self.labels)
+
+
+class AnotherBatch(Batch):
+    """Returns something else."""
+
+    def to(self, _target: Any) -> object:
+        return object()
+
+
+class RaisingBatch(Batch):
+    """Cannot be cast."""
+
+    def to(self, target: Any) -> None:
+        raise KeyError(target)
 
 
 class LostBatch(Batch):
@@ -125,7 +167,16 @@ def test_batches_arrive_as_the_lesson_says() -> None:
     [
         (lesson_11.in_float32(Square), "Right"),
         (..., "Not answered yet"),
-        (Square, "still computes in half"),
+        (Square, "still computes in half. It has no decorator"),
+        (with_forward(device_type="cpu"), "Its decorator has cast_inputs=None"),
+        (with_forward(device_type="cpu", cast_inputs=torch.float16), "Its decorator has cast_inputs=torch.float16"),
+        (with_forward(device_type="cuda", cast_inputs=torch.float32), "device_type='cuda', and these tensors are on"),
+        (with_torchs_decorator(), "Its decorator is that of torch"),
+        (HalfInside, "leave out what makes them half"),
+        (None, "None is not a subclass of Function: run the cell"),
+        (torch.relu, "is not a subclass of Function"),
+        (Function, "your function raised NotImplementedError"),
+        (NotATensor, "forward returned None: expected x * x, a tensor"),
         (WrongGradient, "is 600, not 300"),
         (NoBackwardDecorator, "backward has no decorator"),
     ],
@@ -144,7 +195,10 @@ def test_check_function(answer: Any, said: str) -> None:
         (ChangedBatch, "changed the batch itself"),
         (UncastBatch, "the images arrive in torch.float32"),
         (LeftBehind, "has to move the images and the labels"),
-        (LostBatch, "it has to return a batch"),
+        (LostBatch, "to returned None: it has to return a batch"),
+        (AnotherBatch, "it has to return a batch with the tensors images and labels"),
+        (RaisingBatch, "your function raised KeyError"),
+        (3, "3 is not a function: complete MyBatch"),
     ],
 )
 def test_check_batch(answer: Any, said: str) -> None:
@@ -156,9 +210,9 @@ def test_check_batch(answer: Any, said: str) -> None:
     [
         (("half", "float", "promote"), "Right"),
         ((..., ..., ...), "Not answered yet"),
-        (("float", "float", "promote"), "my_matmul: float does not fit"),
-        (("half", "half", "promote"), "my_rms_norm: half does not fit"),
-        (("half", "float", "half"), "my_residual: half does not fit"),
+        (("float", "float", "promote"), "my_matmul: 'float' does not fit"),
+        (("half", "half", "promote"), "my_rms_norm: 'half' does not fit"),
+        (("half", "float", "half"), "my_residual: 'half' does not fit"),
         (("half", "float", "int8"), "'int8' is none of"),
     ],
 )

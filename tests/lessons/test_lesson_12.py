@@ -131,7 +131,7 @@ def test_check_order(answer: Any, said: str) -> None:
         (without_unscale, "unscale_ is missing"),
         (without_scaler, "scaler.scale was called 0 times"),
         (changed_step(max_norm=math.inf), "clipped to a norm of 1.0"),
-        (lambda _model: None, "the check raised TypeError"),
+        (lambda _model: None, "your function raised TypeError"),
     ],
 )
 def test_check_train_step(answer: Callable[..., object], said: str) -> None:
@@ -145,6 +145,10 @@ def test_check_train_step(answer: Callable[..., object], said: str) -> None:
         ({"scale": 32768.0}, "_growth_tracker"),
         ({"_growth_tracker": 12}, "expected 32768"),
         ({"scale": 32768.0, "_growth_tracker": 12, "growth_interval": 12}, "growth_interval is 12, expected 2000"),
+        ({"scale": 32768.0, "_growth_tracker": 12, "unskipped": 12}, "has the key 'unskipped', which is none of"),
+        ({"scale": "32768"}, "answer['scale'] = '32768' is not a number: start from a whole state"),
+        ({"scale": None}, "answer['scale'] = None is not a number"),
+        ({"scale": 32768.0, "_growth_tracker": 12.0}, "Right"),
     ],
 )
 def test_check_loaded_scale(changes: dict[str, Any], said: str) -> None:
@@ -154,3 +158,4 @@ def test_check_loaded_scale(changes: dict[str, Any], said: str) -> None:
 def test_check_loaded_scale_of_no_state() -> None:
     assert "Not answered yet" in repr(lesson_12.check_loaded_scale(...))  # type: ignore[arg-type]
     assert "Start from a whole state" in repr(lesson_12.check_loaded_scale({"scale": 32768.0}))
+    assert "None is not a dict: start from a whole state" in repr(lesson_12.check_loaded_scale(None))  # type: ignore[arg-type]

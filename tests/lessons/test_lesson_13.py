@@ -23,7 +23,9 @@ def test_the_solution_is_right(check, answer):
         (lesson.check_safe_actions, ..., "Not answered"),
         (lesson.check_safe_actions, "abdef", "a, model.zero_grad(), is not safe"),
         (lesson.check_safe_actions, "bd", "2 more of the list"),
-        (lesson.check_safe_actions, "bz", "not letters of the list"),
+        (lesson.check_safe_actions, "bz", "'bz': ['z'] are not letters of the list"),
+        (lesson.check_safe_actions, None, "None is not a string or a list or a set: write the letters"),
+        (lesson.check_buffer_size, "1088", "'1088' is not a whole number"),
     ],
 )
 def test_a_wrong_answer_is_told_what_is_wrong(check, answer, said):
@@ -42,6 +44,7 @@ def test_two_groups_are_right():
     weights, biases = weights_and_biases(model)
     groups = [{"params": weights, "weight_decay": 1e-4}, {"params": biases, "weight_decay": 0.0}]
     assert lesson.check_groups(groups, model).right
+    assert lesson.check_groups([groups[0], {"params": biases}], model).right  # the default of SGD and Adam
     assert lesson.check_groups(merge_groups(lesson.group_for_each(model)), model).right
 
 
@@ -54,7 +57,13 @@ def test_wrong_groups_are_told_what_is_wrong():
         ([{"params": [*weights, *biases], "weight_decay": 1e-4}], "0.bias would get a weight decay of 0.0001"),
         ([{"params": weights, "weight_decay": 1e-4}], "0.bias is in no group"),
         ([{"params": weights}, {"params": weights}], "in two groups"),
-        (weights, "a group is a dict"),
+        (weights, "is not a dict: write a list of groups"),
+        (None, "None is not a list: write a list of groups"),
+        ([{"parameters": weights}], "answer[0] lacks 'params'"),
+        ([{"params": weights, "decay": 1e-4}], "answer[0] has the key 'decay'"),
+        ([{"params": None}], "answer[0]['params'] = None is not a list"),
+        ([{"params": ["0.weight"]}], "answer[0]['params'][0] = '0.weight' is no parameter"),
+        ([{"params": weights, "weight_decay": "1e-4"}], "answer[0]['weight_decay'] = '1e-4' is not a number"),
     ):
         verdict = lesson.check_groups(groups, model)
         assert not verdict.right

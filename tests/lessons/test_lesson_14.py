@@ -62,7 +62,8 @@ def test_solutions_are_right(check, answer):
     [
         (lesson.check_skipping_ranks, 1, "before the all-reduce"),
         (lesson.check_skipping_ranks, 4, "neither all ranks nor one"),
-        (lesson.check_order, "backward", "each of these once"),
+        (lesson.check_order, "backward", "not a list: write a list of the five words"),
+        (lesson.check_order, ["backward"], "each of these once"),
         (lesson.check_order, ["step", "average", "unscale", "clip", "backward"], "first and last"),
         (lesson.check_order, ["backward", "unscale", "average", "clip", "step"], "NaN weights"),
         (lesson.check_order, ["backward", "average", "clip", "unscale", "step"], "still scaled"),

@@ -1,10 +1,14 @@
 """The patients of lesson 16 have what their checks say, and are healthy after the remedy."""
 
+import re
+
 import pytest
 import torch
+from course import FOLDER, read, sections, text_of
 
 from amplab.amp import Session
 from amplab.lessons import lesson_16 as lesson
+from amplab.scalers import DynamicScale
 
 RIGHT = {
     1: "a sum overflows in forward",
@@ -87,3 +91,29 @@ def test_the_mended_run_is_healthy_and_better(number, admitted):
 def test_a_number_out_of_range_is_refused():
     with pytest.raises(ValueError, match="number=7"):
         lesson.patient(7)
+
+
+def text_of_section(start):
+    """The text of the section whose heading starts so, on one line."""
+    parts = sections(read(FOLDER / "16_the_clinic.ipynb"))
+    (name,) = (each for each in parts if each.startswith(start))
+    return " ".join(" ".join(map(text_of, parts[name])).split())
+
+
+def test_the_lesson_counts_the_skips_of_the_fourth_patient_as_its_run_and_its_replay_do(admitted):
+    history, mended = admitted(4).run().history, admitted(4, broken=False).run().history
+    down = history.column("loss_scale").tolist().index(2.0**18)
+    first = [step for step in history.skipped_steps() if step < down]
+    number = {4: "four", 5: "five", 6: "six", 7: "seven"}[len(first)]
+    assert f"The first {number} skips" in text_of_section("16.6")
+    assert f"{number} steps are skipped with the longest window" in text_of_section("16.9")
+    longest = history.replay(DynamicScale(init_scale=2.0**24, growth_interval=2**11))
+    assert (len(longest.skips), longest.scales[-1]) == (len(first), 2.0**18)
+    assert set(mended.column("loss_scale").tolist()) == {2.0**16}  # both arguments are the defaults
+
+
+def test_the_lesson_says_how_an_answer_is_written():
+    (example,) = re.findall(r"`answer = \"([^\"]+)\"`", text_of_section("Exercises").partition("16.3 Patient")[0])
+    assert example in lesson.DIAGNOSES.keys() - set(RIGHT.values())
+    assert "None is not a string: write one of the ten diagnoses" in str(lesson.check_1(None))
+    assert len(lesson.DIAGNOSES) == 10

@@ -43,7 +43,9 @@ import torch.distributed as dist
 
 __all__ = ["Outcome", "RankError", "rank_outcomes", "run_ranks"]
 
-_SECONDS_TO_BEGIN = 100
+_LIMIT = 200.0  # seconds; some seconds of work on a machine that other programs use, too. Less than that of a test
+_TO_END = 60.0  # seconds, for what takes a fraction of one
+_AT_LIMIT = 1  # the exit code of a rank that faulthandler ends
 _context = multiprocessing.get_context("forkserver")
 _IMPORTED_ONCE = ["torch", "torch._dynamo", "amplab.amp", "amplab.parallel"]
 
@@ -70,7 +72,7 @@ class Outcome:
 
 
 def run_ranks(
-    function: Callable[..., Any], *args: Any, world_size: int = 2, limit: float = 60, backend: str | None = "gloo"
+    function: Callable[..., Any], *args: Any, world_size: int = 2, limit: float = _LIMIT, backend: str | None = "gloo"
 ) -> list[Any]:
     """Call ``function(rank, *args)`` in ``world_size`` processes; return what each returned, by rank.
 
@@ -78,8 +80,8 @@ def run_ranks(
         function: at the top level of a file; it takes the rank and ``args``.
         args: anything that can be pickled.
         world_size: number of processes.
-        limit: seconds after which the ranks are killed, and their stacks reported, counted from when all have begun.
-            It is the timeout of the group too.
+        limit: seconds after which a rank writes its stacks and ends, counted from when it has begun. It is the timeout
+            of the group too.
         backend: of the process group that exists during the call; None: the function makes its own.
 
     Raises:
@@ -92,7 +94,7 @@ def run_ranks(
 
 
 def rank_outcomes(
-    function: Callable[..., Any], *args: Any, world_size: int = 2, limit: float = 60, backend: str | None = "gloo"
+    function: Callable[..., Any], *args: Any, world_size: int = 2, limit: float = _LIMIT, backend: str | None = "gloo"
 ) -> list[Outcome]:
     """Do `run_ranks`, but return the outcome of every rank, however it ended."""
     if not isinstance(function, FunctionType) or "<locals>" in function.__qualname__:
@@ -137,7 +139,7 @@ def _start(function: FunctionType, args: tuple[Any, ...], place: _Place) -> tupl
 
 def _await_begun(connections: list[Connection]) -> None:
     """Wait until every rank has imported the file of its function, or died."""
-    until = time.monotonic() + _SECONDS_TO_BEGIN
+    until = time.monotonic() + _LIMIT
     for connection in connections:
         if connection.poll(max(0.0, until - time.monotonic())):
             with suppress(EOFError):  # it has died; the pipe says so again when its value is read
@@ -145,8 +147,8 @@ def _await_begun(connections: list[Connection]) -> None:
 
 
 def _await(connections: list[Connection], limit: float) -> None:
-    """Wait until every rank has sent its value or died, at most ``limit`` seconds and one more for their stacks."""
-    until = time.monotonic() + limit + 1
+    """Wait until every rank has sent its value or ended; each ends itself at ``limit``, unless it is stopped."""
+    until = time.monotonic() + limit + _TO_END
     silent = list(connections)
     while silent and (left := until - time.monotonic()) > 0:
         ready = wait(silent, left)
@@ -155,13 +157,14 @@ def _await(connections: list[Connection], limit: float) -> None:
 
 def _outcome(process: Any, connection: Connection, printed: Path) -> Outcome:
     """Read what a rank has sent, and end it if it is still alive."""
-    value, error = None, None
     try:
-        value, error = pickle.loads(connection.recv_bytes()) if connection.poll() else (None, "reached the limit")
-        process.join(5)
+        sent = connection.recv_bytes() if connection.poll() else pickle.dumps((None, "stopped before it had a value"))
+        value, error = pickle.loads(sent)
+        process.join(_TO_END)
     except EOFError:
-        process.join(5)
-        error = f"ended with exit code {process.exitcode} before it had a value"
+        process.join(_TO_END)
+        why = "reached the limit" if process.exitcode == _AT_LIMIT else "ended before it had a value"
+        value, error = None, f"{why}, with exit code {process.exitcode}"
     process.kill()
     process.join()
     output = printed.read_text(errors="replace") if printed.exists() else ""
@@ -196,7 +199,7 @@ def _called(source: tuple[str, str, str], pickled: bytes, place: _Place, connect
             function = _loaded(source)
         finally:
             connection.send_bytes(b"begun")
-        faulthandler.dump_traceback_later(place.limit, file=2)  # standard error
+        faulthandler.dump_traceback_later(place.limit, file=2, exit=True)  # to standard error; exit code 1
         if place.backend is not None:
             store = f"file://{place.folder / 'store'}"
             limit = timedelta(seconds=place.limit)

@@ -1,7 +1,8 @@
 """Models in the threads of torch.nn.DataParallel compute with the policy of the thread that made them.
 
 DataParallel itself needs several GPUs. The replicas here are made as `torch.nn.parallel.replicate` makes them, and each
-runs in a new thread, as in `torch.nn.parallel.parallel_apply`.
+runs in a new thread, in the state that `torch.nn.parallel.parallel_apply` gives it: that of torch's autocast, which
+amplab leaves disabled, and whether gradients are computed.
 """
 
 import threading
@@ -47,10 +48,12 @@ def replica(module):
 
 
 def in_threads(model, inputs):
-    outputs = {}
+    outputs, state = {}, (torch.is_grad_enabled(), torch.is_autocast_enabled())
 
     def run(index, own, batch):
-        outputs[index] = own(batch)
+        torch.set_grad_enabled(state[0])
+        with torch.amp.autocast("cpu", enabled=state[1]):
+            outputs[index] = own(batch)
 
     threads = [
         threading.Thread(target=run, args=(index, replica(model), batch)) for index, batch in enumerate(inputs.chunk(2))
@@ -96,3 +99,21 @@ def test_initialized_models(level):
 def test_a_decorated_forward():
     torch.manual_seed(0)
     assert torch.float16 in check(Decorated(), torch.randn(6, 8))
+
+
+def test_no_gradients_in_the_threads_of_an_evaluation():
+    model = Net()
+    amp.initialize(model, torch.optim.SGD(model.parameters(), lr=0.1), opt_level="O1", verbosity=0)
+    with torch.no_grad():
+        assert not in_threads(model, torch.randn(6, 8)).requires_grad
+    amp.reset()
+
+
+def test_a_region_applies_to_the_thread_that_enters_it():
+    model, inputs = Net(), torch.randn(6, 8)
+    with amplab.autocast("cpu", dtype=torch.float16):
+        model(inputs)
+        assert torch.float16 in model.seen
+        model.seen.clear()
+        in_threads(model, inputs)
+    assert set(model.seen) == {torch.float32}  # so decorate forward, as above

@@ -328,7 +328,7 @@ def late_shards():
 
 @pytest.fixture(scope="module")
 def found():
-    return run_ranks(two_ranks, limit=300)
+    return run_ranks(two_ranks)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
@@ -452,7 +452,7 @@ def four_ranks(rank):
 
 
 def test_empty_shards_and_replicas():
-    ranks = run_ranks(four_ranks, world_size=4, limit=300)
+    ranks = run_ranks(four_ranks, world_size=4)
     assert max(each["sharded"][2] for each in ranks) > 0
     for each in ranks:
         for name, stepped in (("sharded", [True, False, True, True]), ("replicated", [True] * 4)):

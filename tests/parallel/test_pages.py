@@ -32,7 +32,7 @@ def runs_the_example(_rank, folder):
 
 
 def test_the_example_runs(tmp_path):
-    assert run_ranks(runs_the_example, tmp_path, limit=300) == [(True, True)] * 2
+    assert run_ranks(runs_the_example, tmp_path) == [(True, True)] * 2
     assert (tmp_path / "run" / "rank_1.pt").exists()
 
 

@@ -61,11 +61,9 @@ def test_errors_deaths_and_hangs_come_back():
     alive, dead = rank_outcomes(dies_alone, backend=None)
     assert (alive.value, alive.error) == (0, None)
     assert (dead.value, dead.exitcode) == (None, -signal.SIGKILL)
-    start = time.monotonic()
     done, hung = rank_outcomes(hangs, limit=8, backend=None)  # a busy machine starts slowly
-    assert time.monotonic() - start < 40
-    assert (done.value, hung.value, hung.exitcode) == (0, None, -signal.SIGKILL)
-    assert "reached the limit" in hung.error
+    assert (done.value, hung.value, hung.exitcode) == (0, None, 1)
+    assert hung.error.startswith("reached the limit")
     assert "in hangs" in hung.output  # the stack says where
     with pytest.raises(ValueError, match="top level"):
         run_ranks(lambda rank: rank)

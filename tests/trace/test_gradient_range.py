@@ -1,5 +1,7 @@
 """What half loses of a step's gradients, against float64 and against half itself."""
 
+import re
+
 import numpy as np
 import pytest
 import torch
@@ -134,3 +136,11 @@ def test_a_parameter_whose_gradients_are_all_0_has_no_shares():
     assert "The gradients of 1 of 4 parameters are all 0" in found.sentence
     (zero,) = (line.split() for line in str(found).splitlines() if line.startswith("0.weight"))
     assert zero == ["0.weight", "12", "all", "0", "–", "–", "–", "–"]
+
+
+def test_a_page_without_style_sheets_speaks_of_no_bars():
+    html = gradient_range(*deep_net(), loss=small_loss)._repr_html_()
+    bare = re.sub(r'<div class="drawn" style="display:none">.*?</div>', "", html)
+    assert "bars" in outline(html).words
+    assert "bar" not in outline(bare).words
+    assert "The shares are of the non-zero gradients" in outline(bare).words

@@ -6,6 +6,7 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
+from amplab.policies import cpu_half
 from amplab.trace import xray
 
 
@@ -29,9 +30,11 @@ def test_by_hand_in_float32():
     assert found.kept.total == 4 * BATCH * 96
 
 
-def test_by_hand_in_half_with_products_accumulated_in_float32():
-    found = xray(Net(), torch.randn(BATCH, 64), opt_level="O1")
-    assert any("fp32 accumulate" in record.note for record in found.trace)
+@pytest.mark.parametrize("mode", ["fp32_accumulate", "native"])
+def test_by_hand_in_half_with_products_accumulated_in_float32_and_without(mode):
+    with cpu_half(mode):
+        found = xray(Net(), torch.randn(BATCH, 64), opt_level="O1")
+    assert any("fp32 accumulate" in record.note for record in found.trace) == (mode == "fp32_accumulate")
     assert found.kept.activations == {"first": 2 * BATCH * 64, "Net": 2 * BATCH * 32}
     assert found.kept.weight_casts == {"second": 2 * 32 * 16}  # the first input needs no gradient, so not its weight
     assert xray(Net(), torch.randn(BATCH, 64), opt_level="O2").kept.weight_casts == {}

@@ -1,6 +1,8 @@
 """Lightning's Trainer and Fabric with amplab's scaler and regions."""
 
 import copy
+import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -9,7 +11,11 @@ from torch import nn
 import amplab
 
 lightning = pytest.importorskip("lightning")
+from lightning.pytorch.plugins.environments import TorchElasticEnvironment  # noqa: E402
 from lightning.pytorch.plugins.precision import MixedPrecision  # noqa: E402
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "parallel"))
+from ranks import run_ranks  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 QUIET = {
@@ -142,3 +148,38 @@ def test_fabric(page, classifier, batches, overflowing):
         assert net.dtypes == (torch.float16, torch.float32)
         trained.append(list(net.parameters()))
     assert all(map(torch.equal, *trained))
+
+
+class RegionsOfAmplab(MixedPrecision):
+    def autocast_context_manager(self):
+        return amplab.autocast(self.device, torch.float16)
+
+
+def fitted_by_two_processes(rank, overflowing):
+    """Fit with each plugin and scaler; return the weights and the scale of each."""
+    x = torch.randn(64, 8, generator=torch.Generator().manual_seed(0))
+    batches = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(x, (x[:, 0] > 0).long()), batch_size=4)
+    trained = {}
+    for name, options in (("accumulated", OPTIONS["accumulated"][0]), ("two nets", {"max_epochs": 1})):
+        for regions in (MixedPrecision, RegionsOfAmplab):
+            for kind in (torch.amp.GradScaler, amplab.GradScaler):
+                torch.manual_seed(rank)  # DistributedDataParallel makes the weights equal
+                task = Adversaries() if name == "two nets" else Task(nn.Sequential(nn.Linear(8, 32), nn.Linear(32, 2)))
+                plugin = regions("16-mixed", "cpu", kind(**overflowing))
+                plugins = {"plugins": [plugin, TorchElasticEnvironment()], "devices": 2}
+                ddp = {"strategy": "ddp_find_unused_parameters_true"}  # one net at a time
+                trainer = fitted(task, plugin, batches, **{**options, **plugins, **ddp})
+                assert trainer.world_size == 2
+                weights = [each.detach().clone() for each in task.parameters()]
+                trained[name, regions.__name__, kind.__module__] = weights, plugin.scaler.get_scale()
+    return trained
+
+
+def test_two_processes_train_as_with_torchs_scaler_to_the_bit(overflowing):
+    first, second = run_ranks(fitted_by_two_processes, overflowing)
+    assert len(first) == 8
+    for (name, regions, _), (weights, scale) in first.items():
+        theirs = first[name, regions, torch.amp.GradScaler.__module__]
+        assert all(map(torch.equal, weights, theirs[0]))
+        assert scale == theirs[1] < overflowing["init_scale"]
+    assert all(torch.equal(*pair) for key in first for pair in zip(first[key][0], second[key][0], strict=True))

@@ -52,10 +52,11 @@ _NO_GRADIENT = StepOutcome(
 
 
 class _Overflow(NamedTuple):
-    """The overflow for which the next step is skipped, and what returns the present scale of its loss."""
+    """The overflow for which the next step is skipped; `current_scale` returns the present scale of its loss."""
 
     record: ScaleRecord
     current_scale: Callable[[], float]
+    had_gradients: bool
 
 
 class _Step(NamedTuple):
@@ -268,6 +269,7 @@ class HookedOptimizer:
 
     def before_backward(self) -> list[Tensor]:
         """Prepare for a backward; return the parameters whose gradients it may write."""
+        self._forget_cleared_overflow()
         if not self._in_closure:
             self._end_step()
         self._in_backward = True
@@ -433,7 +435,20 @@ class HookedOptimizer:
                 f"{type(self._optimizer()).__name__}.step(), which cannot be skipped any more. The scale is now "
                 f"{record.next_loss_scale}: call step(closure) again, or use a static loss_scale."
             )
-        self._overflow = self._overflow or _Overflow(record, current_scale)
+        self._overflow = self._overflow or _Overflow(record, current_scale, self._has_gradients())
+
+    def _has_gradients(self) -> bool:
+        return any(param.grad is not None for param in self._params)
+
+    def _forget_cleared_overflow(self) -> None:
+        """Skip no step for an overflow whose gradients are None now, as after an interrupt before its step or in it.
+
+        Gradients of zeros are not looked at: ranks with shards could decide differently.
+        """
+        if self._overflow is not None and self._overflow.had_gradients and not self._has_gradients():
+            self._overflow = None
+            if self._step is not None:  # interrupted, while its gradients were parked
+                self._step = self._step._replace(parked=[])
 
     def _before_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         # torch runs no hook after a step that raises, so state that is valid during the step is tied to its frame.

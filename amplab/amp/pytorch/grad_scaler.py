@@ -12,15 +12,17 @@ Each optimizer goes READY -> UNSCALED -> STEPPED; `update` begins the next itera
     loss_scale                             the scale of one loss: where it is halved
     optimizer_gradients                    the parameters of an optimizer; unscales their gradients, computes found_inf
     unscaled_gradients                     which gradients are unscaled, and which arrive later or are mixed
+    unfinished_iteration                   whether an interrupt has ended an iteration before its update
     step_report                            the result of a step, and its subscribers
 """
 
 import contextlib
+import sys
 import warnings
 from collections import abc, defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from numbers import Real
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -45,6 +47,7 @@ from amplab.amp.pytorch.optimizer_gradients import (
     unscale_gradients_,
 )
 from amplab.amp.pytorch.step_report import NO_STEP_YET, STEPPED, ScaleSubscribers, StepReport
+from amplab.amp.pytorch.unfinished_iteration import UnfinishedIteration
 from amplab.amp.pytorch.unscaled_gradients import UnscaledGradients
 from amplab.optimizers import FusedOptimizer
 from amplab.parallel.ranks import has_other_ranks
@@ -97,22 +100,6 @@ class _Reached:
         return agree_on_found_inf(found_inf, self.rank_groups)
 
 
-class _Unfinished:
-    """Whether an interrupt has ended a block, until the next iteration begins. An error does not count."""
-
-    def __init__(self) -> None:
-        self.is_set = self.was_set = False
-
-    def __enter__(self) -> None:
-        self.was_set, self.is_set = self.is_set, True
-
-    def __exit__(self, kind: type[BaseException] | None, _error: object, _traceback: object) -> None:
-        if kind is None:
-            self.is_set = False
-        elif issubclass(kind, Exception):
-            self.is_set = self.was_set
-
-
 class GradScaler(torch.amp.GradScaler):
     """Scale losses, unscale gradients, skip the steps that overflow, and move the scale.
 
@@ -123,7 +110,8 @@ class GradScaler(torch.amp.GradScaler):
       tensors of shape ``(1,)``. All getters work on a disabled scaler.
     * An overflow caused by unscaling is detected. A parameter that two optimizers share is unscaled once, and so is a
       gradient that arrives after `unscale_`. A scaled gradient that is added to an unscaled one is an error in `step`.
-    * After an interrupt in `unscale_`, `step` or `update` the next call of `scale` begins an iteration.
+    * After an interrupt in `unscale_`, `step` or `update`, or between these calls if it ended the function that made
+      them, the next call of `scale` begins an iteration.
     * A fused SGD whose first step is skipped keeps no uninitialized momentum.
     * A closure is refused as a positional argument, too.
     * The ranks that hold shards of the parameters (FSDP2) agree on found_inf; on the CPU `unscale_` waits for them.
@@ -197,7 +185,7 @@ class GradScaler(torch.amp.GradScaler):
         """Create the state that copies and checkpoints do not contain."""
         self._known = KnownOptimizers(combine=self._combine_grad)
         self._done = UnscaledGradients()
-        self._unfinished = _Unfinished()
+        self._unfinished = UnfinishedIteration()
         self._by_loss: dict[int, dict[int, Tensor]] = {}  # found_inf of each loss, by the id of an optimizer
         self._last: StepReport | StepOutcome = NO_STEP_YET
         self._skipped_in_a_row = 0
@@ -246,8 +234,7 @@ class GradScaler(torch.amp.GradScaler):
         if not self._enabled:
             return outputs
         if isinstance(outputs, Tensor):
-            if self._unfinished.is_set:
-                self._begin_after_interrupt()
+            self._begin_if_interrupted()
             own = self._scales[0]
             scaled = own.times(outputs)
             self._done.note_loss(scaled)
@@ -264,20 +251,17 @@ class GradScaler(torch.amp.GradScaler):
             return type(outputs)._make(products)  # type: ignore[attr-defined]  # a namedtuple has it
         return type(outputs)(products) if isinstance(outputs, (list, tuple)) else products
 
+    def _begin_if_interrupted(self) -> None:
+        if self._unfinished.in_call or (self._per_optimizer_states and self._unfinished.between_calls()):
+            self._begin_after_interrupt()
+
     def _begin_after_interrupt(self) -> None:
         """Begin the next iteration, without an update. Gradients that are not zeroed count as unscaled."""
         self._per_optimizer_states = defaultdict(_refresh_per_optimizer_state)
         self._by_loss = {}
         for optimizer in self._done.continue_after_interrupt():
             take_back_scale(optimizer)
-        self._unfinished = _Unfinished()
-
-    @staticmethod
-    def _refuse_unfinished() -> NoReturn:
-        raise RuntimeError(
-            "unscale_(), step() or update() was interrupted, and its gradients may be unscaled or not: call "
-            "optimizer.zero_grad(), and begin the next iteration with scale(loss)."
-        )
+        self._unfinished = UnfinishedIteration()
 
     def unscale_(self, optimizer: Optimizer) -> None:
         """Divide the gradients of an optimizer by the scale in place, and check them.
@@ -300,8 +284,7 @@ class GradScaler(torch.amp.GradScaler):
         if row.pop("steps", False):  # called by `step`
             self._unscale(optimizer, row, scale, allow_half=False, is_last=self._known.is_only(optimizer))
             return
-        if self._unfinished.is_set:
-            self._refuse_unfinished()
+        self._unfinished.refuse_call()
         if row["stage"] is OptState.UNSCALED and not self._all_late(optimizer):
             raise RuntimeError(
                 "unscale_() has already been called on this optimizer since the last update(), or scale_loss() has "
@@ -312,6 +295,7 @@ class GradScaler(torch.amp.GradScaler):
                 "unscale_() is being called after step() and before update(). Call it between the last backward and "
                 "step(), or not at all, and update() at the end of every iteration."
             )
+        self._unfinished.called_by(sys._getframe(1))
         with self._unfinished:
             self._unscale(optimizer, row, scale, allow_half=False)
 
@@ -415,12 +399,12 @@ class GradScaler(torch.amp.GradScaler):
                 "Closure use is not currently supported if GradScaler is enabled: a step cannot be skipped once its "
                 "closure runs. Call backward() before step(); optimizers that need a closure work with enabled=False."
             )
-        if self._unfinished.is_set:
-            self._refuse_unfinished()
+        self._unfinished.refuse_call()
         scale, _ = self._check_scale_growth_tracker("step")
         row = self._per_optimizer_states[id(optimizer)]
         if row["stage"] is OptState.STEPPED:
             raise RuntimeError("step() has already been called since the last update(). Call update() after it.")
+        self._unfinished.called_by(sys._getframe(1))
         with self._unfinished:
             return self._unscale_and_step(optimizer, row, scale, *args, **kwargs)
 
@@ -510,7 +494,7 @@ class GradScaler(torch.amp.GradScaler):
         device = self._device_of_scale("update")
         rows = list(self._per_optimizer_states.values())
         if new_scale is None and not any(row["found_inf_per_device"] for row in rows):
-            if self._unfinished.was_set:
+            if self._unfinished.was_in_call:
                 self._begin_after_interrupt()
                 return
             raise AssertionError("No inf checks were recorded prior to update. Call step() or unscale_() before it.")
@@ -523,6 +507,7 @@ class GradScaler(torch.amp.GradScaler):
             verdict = None  # which loss overflowed is known on the device only
         self._per_optimizer_states = defaultdict(_refresh_per_optimizer_state)  # so that no scale moves twice
         self._by_loss = {}
+        self._unfinished.called_by(None)
         self._done.clear()
         self._known.find_shared()
         if new_scale is None:
@@ -627,8 +612,8 @@ class GradScaler(torch.amp.GradScaler):
         own = self._loss(loss_id)
         if not isinstance(loss, Tensor):
             raise TypeError(f"loss is a {type(loss).__name__}: expected a Tensor; use one block for each loss.")
-        if self._unfinished.is_set:
-            self._begin_after_interrupt()
+        if self._enabled:
+            self._begin_if_interrupted()
         reached = self._reached(optimizers)
         if not self._enabled:
             yield loss
@@ -641,6 +626,7 @@ class GradScaler(torch.amp.GradScaler):
             yield own.times(loss)
             with bookkeeping(), torch.no_grad():
                 found = _unscale_new(backward.aside, scale)
+        self._unfinished.called_by(sys._getframe(1))
         for optimizer, found_inf in found.items():
             self._note(optimizer, loss_id, found_inf)
 

@@ -8,6 +8,7 @@ rank-lost                    a rank ended or hung, and others went on
 gradient-missing-on-a-rank   a parameter has a gradient on some ranks only
 wrapped-before-initialize    the dtype of parameters changed after DistributedDataParallel wrapped them
 batchnorm-not-synchronized   each rank normalizes with its own share of the batch
+compression-keeps-nonfinite  the state of a compression of gradients holds NaN or inf
 
 The first two read the runs of all ranks, the next two their states (`parallel.rank_state`), then how each log ends, and
 which gradients each rank reports. The others read one rank alone.
@@ -16,13 +17,14 @@ which gradients each rank reports. The others read one rank alone.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
 import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.parallel import DistributedDataParallel
 
 from amplab.diagnose.catalogue import finding
 from amplab.diagnose.finding import Finding
@@ -32,7 +34,14 @@ from amplab.display.numbers import count, number, power
 from amplab.parallel.rank_state import RankState
 from amplab.parallel.ranks import data_parallel, this_rank
 
-__all__ = ["RankEnd", "gradients_missing_on_a_rank", "model_of_a_rank_findings", "rank_lost", "ranks_findings"]
+__all__ = [
+    "RankEnd",
+    "compression_keeps_nonfinite",
+    "gradients_missing_on_a_rank",
+    "model_of_a_rank_findings",
+    "rank_lost",
+    "ranks_findings",
+]
 
 States = Mapping[int, Sequence[RankState]]
 
@@ -330,6 +339,28 @@ def batchnorm_not_synchronized(model: nn.Module, batch_size: int | None) -> Iter
             counted=count(len(layers), "BatchNorm layer"),
             samples="its own share of the batch" if batch_size is None else f"its own {count(batch_size, 'sample')}",
         )
+
+
+def compression_keeps_nonfinite(
+    wrappers: Iterable[DistributedDataParallel], api: Api | None = None
+) -> Iterator[Finding]:
+    """Yield a finding for a PowerSGDState that holds NaN or inf: it adds them to the gradients of every later step.
+
+    Args:
+        wrappers: whose communication hooks have a state.
+        api: what scales the loss, for the remedy.
+
+    Sync: one if there is such a state.
+
+    Reference: ``torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook``.
+    """
+    for state in (state for wrapper in wrappers for _hook, state in wrapper._comm_hooks):
+        if not any(kind.__name__ == "PowerSGDState" for kind in type(state).__mro__):
+            continue
+        kept = {name: getattr(state, name) for name in ("error_dict", "p_memory_dict", "q_memory_dict")}
+        bad = [name for name, own in kept.items() if not all(bool(each.isfinite().all()) for each in own.values())]
+        if bad:
+            yield finding("compression-keeps-nonfinite", api=api, state=type(state).__name__, kept=" and ".join(bad))
 
 
 def _is_synchronized(layer: nn.Module) -> bool:

@@ -73,10 +73,9 @@ export class RateChart extends SeriesChart {
   }
 }
 
-export const PATTERNS = [0.85, 0.5, 0.25, 0.65, 0.12]; // opacity of each kind; the legend names it and gives its bytes
-
 export class MemoryChart extends SeriesChart {
-  draw(memory, palette) {
+  /** Draw the areas in `colors`, those of the legend, which names each kind and gives its bytes. */
+  draw(memory, colors, palette) {
     const areas = stacked(memory);
     const top = Math.max(...areas.flatMap(([, rows]) => rows.map(([, , upper]) => upper)), 1) * 1.1;
     this.axes(Math.max(memory.end, 1), top, palette, (tick) => bytes(Math.round(tick)));
@@ -84,13 +83,11 @@ export class MemoryChart extends SeriesChart {
       const upper = rightAngles(rows.map(([step, , value]) => [step, value]));
       const lower = rightAngles(rows.map(([step, value]) => [step, value])).reverse();
       const points = [...upper, ...lower].map(([step, value]) => [this.x(step), this.y(value)]);
-      this.pen.globalAlpha = PATTERNS[index % PATTERNS.length];
-      this.pen.fillStyle = palette.accent;
+      this.pen.fillStyle = colors[index];
       this.pen.beginPath();
       points.forEach(([x, y], at) => { at === 0 ? this.pen.moveTo(x, y) : this.pen.lineTo(x, y); });
       this.pen.closePath();
       this.pen.fill();
-      this.pen.globalAlpha = 1;
       this.paths([upper.map(([step, value]) => [this.x(step), this.y(value)])], palette.paper, 1);
     });
   }

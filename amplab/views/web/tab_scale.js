@@ -5,7 +5,7 @@ import { drawSoon, palette } from "./canvas.js";
 import { choices, h, write } from "./elements.js";
 import { bytes } from "./numbers.js";
 import { onTheme } from "./page.js";
-import { MemoryChart, PATTERNS, RateChart, WhatIfChart } from "./scale_charts.js";
+import { MemoryChart, RateChart, WhatIfChart } from "./scale_charts.js";
 import { table } from "./tables.js";
 
 const CONTROLS = [
@@ -31,8 +31,9 @@ function nowView() {
   const legend = h("div", { class: "amp-rules-legend" });
   let payload = null;
   const end = () => payload.memory.end;
+  const kindColors = () => [...legend.querySelectorAll("i")].map((mark) => getComputedStyle(mark).backgroundColor);
   const rate = canvasBox("amp-series", "Steps per second over the run", () => payload && rateChart.draw(payload.rate, end(), palette(box)));
-  const memory = canvasBox("amp-series", "Memory by kind over the run", () => payload && memoryChart.draw(payload.memory, palette(box)));
+  const memory = canvasBox("amp-series", "Memory by kind over the run", () => payload && memoryChart.draw(payload.memory, kindColors(), palette(box)));
   const words = h("p", { class: "amp-sr" });
   const chart = (title, canvas) => h("div", { class: "amp-chart" }, h("div", { class: "amp-chart-head" }, h("strong", { class: "amp-chart-title" }, title)), canvas);
   const box = h("div", { class: "amp-scale-now" },
@@ -50,8 +51,8 @@ function nowView() {
     write(skips, shown.skips);
     write(words, shown.words);
     memory.canvas.parentElement.hidden = Boolean(shown.memory.note);
-    legend.replaceChildren(shown.memory.note ?? "", ...shown.memory.kinds.map(({ name, values }, index) =>
-      h("span", { class: "amp-key" }, h("i", { class: "amp-block-key", style: `opacity: ${PATTERNS[index % PATTERNS.length]}` }), `${name} ${bytes(values.at(-1) ?? 0)}`)));
+    legend.replaceChildren(shown.memory.note ?? "", ...shown.memory.kinds.map(({ name, values }) =>
+      h("span", { class: "amp-key" }, h("i", { class: "amp-block-key", "data-kind": name.replaceAll(" ", "_") }), `${name} ${bytes(values.at(-1) ?? 0)}`)));
     rate.soon();
     memory.soon();
   };

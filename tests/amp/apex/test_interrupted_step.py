@@ -163,3 +163,29 @@ def test_an_interrupt_in_any_line_of_a_step_leaves_the_casts_on(factor):
         torch.set_grad_enabled(True)  # torch's own step leaves it off when it is interrupted as it ends
         assert product() is HALF, interrupt
         backward(model, optimizer, factor)
+
+
+@pytest.mark.parametrize("opt_level", ["O1", "O2"])
+@pytest.mark.parametrize("clears", [True, False])
+def test_an_overflow_whose_gradients_were_cleared_skips_no_later_step(opt_level, clears):
+    """As after an interrupt between the overflow and the step: the next iteration begins with zero_grad."""
+    model = nn.Linear(8, 8)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    amp.initialize(model, optimizer, opt_level=opt_level, verbosity=0)
+    backward(model, optimizer, 1e30)
+    if clears:
+        optimizer.zero_grad()
+    backward(model, optimizer)
+    optimizer.step()
+    assert amp.last_step(optimizer).stepped is clears
+
+
+def test_an_overflow_skips_the_step_of_an_optimizer_that_had_no_gradients_yet():
+    """As in apex: the loss was passed to both optimizers."""
+    models = [nn.Linear(8, 8), nn.Linear(8, 8)]
+    optimizers = [torch.optim.SGD(model.parameters(), lr=1e-3) for model in models]
+    amp.initialize(models, optimizers, opt_level="O1", verbosity=0)
+    backward(models[0], optimizers, 1e30)
+    backward(models[1], optimizers[1])
+    optimizers[1].step()
+    assert not amp.last_step(optimizers[1]).stepped

@@ -147,7 +147,7 @@ def folder(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def saved(folder):
-    return run_ranks(saves_and_continues, folder, limit=300)
+    return run_ranks(saves_and_continues, folder)
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -172,7 +172,7 @@ def test_what_does_not_fit_is_refused_on_every_rank(saved):
 
 @pytest.mark.usefixtures("saved")
 def test_loads_bitwise_on_three_ranks(folder):
-    for rank, each in enumerate(run_ranks(loads, folder, world_size=3, limit=300)):
+    for rank, each in enumerate(run_ranks(loads, folder, world_size=3)):
         for same, position, notes in each.values():
             assert (same, position, len(notes)) == (True, SAVED_AT, int(rank == 2))
 
