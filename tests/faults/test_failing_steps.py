@@ -125,12 +125,15 @@ class Training:
 
     def step(self, number):
         batch = loaded(number)
-        self.optimizer.zero_grad()
+        self.clear()
         for part in range(self.parts):
             self.backward(batch * (1 + part), is_last=part == self.parts - 1)
         place("before the step")
         self.finish()
         place("after the step")
+
+    def clear(self):
+        self.optimizer.zero_grad()
 
     def backward(self, batch, *, is_last):
         self.loss(batch).backward()
@@ -163,6 +166,10 @@ class Apex(Training):
 
     def prepare(self):
         amp.initialize(self.model, self.optimizer, verbosity=0, on_collapse="warn", **self.options)
+
+    def clear(self):
+        self.optimizer.zero_grad()
+        self.model.zero_grad()  # what a delayed backward has left on half parameters, which the optimizer does not have
 
     def backward(self, batch, *, is_last):
         with amp.scale_loss(self.loss(batch), self.optimizer, delay_unscale=not is_last) as scaled_loss:

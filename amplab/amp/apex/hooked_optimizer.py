@@ -67,37 +67,6 @@ class _Step(NamedTuple):
     had_gradients: bool
 
 
-class _ZeroGradSign:
-    """Shows whether the optimizer's `zero_grad` was called since `leave_on`; torch has no hook for it.
-
-    The optimizer has the masters. So a backward that leaves gradients on half parameters leaves a sign on a master: the
-    gradient that it has, or one of `_VALUE`, whose square is 0 in float32.
-    """
-
-    _VALUE = 1e-30
-
-    def __init__(self) -> None:
-        self._left: tuple[Tensor, Tensor, int, bool] | None = None
-
-    def leave_on(self, master: Tensor) -> None:
-        is_own = master.grad is None
-        grad = torch.full_like(master, self._VALUE) if master.grad is None else master.grad
-        master.grad = grad
-        self._left = (master, grad, grad._version, is_own)
-
-    def was_cleared(self) -> bool:
-        """Return whether its gradient was removed or zeroed. Sync: one if it was changed in place, else none."""
-        if self._left is None:
-            return False
-        master, grad, version, _ = self._left
-        return master.grad is None or (grad._version != version and not master.grad.any())
-
-    def remove(self) -> None:
-        left, self._left = self._left, None
-        if left is not None and left[3] and left[0].grad is left[1]:
-            left[0].grad = None
-
-
 class HookedOptimizer:
     """The hooks of a session on one optimizer, and its masters. It holds the optimizer weakly.
 
@@ -138,7 +107,6 @@ class HookedOptimizer:
         self._params: list[Tensor] = []
         self._own: list[Tensor] = []
         self._scaled_by: float | None = None
-        self._sign = _ZeroGradSign()  # left while _scaled_by is not None and there are masters
         self._kept_by_fsdp = False  # whether fully_shard keeps gradients scaled by _scaled_by, for a later backward
         self._overflow: _Overflow | None = None
         self._step: _Step | None = None
@@ -173,8 +141,6 @@ class HookedOptimizer:
         The caller casts the state of parameters that it casts back.
         """
         self._end_step()
-        self._follow_zero_grad()
-        self._sign.remove()
         self._follow_edits()
         for handle in self._handles:
             handle.remove()
@@ -273,8 +239,6 @@ class HookedOptimizer:
         if not self._in_closure:
             self._end_step()
         self._in_backward = True
-        self._follow_zero_grad()
-        self._sign.remove()
         self._refresh()
         self._follow_edits()
         halves = self._halves()
@@ -322,7 +286,6 @@ class HookedOptimizer:
     def after_failed_backward(self) -> None:
         """Undo `before_backward`; gradients have been put back."""
         self._in_backward = False
-        self._leave_sign()
         if self._reducer is not None:
             self._reducer.cancel()
 
@@ -334,21 +297,8 @@ class HookedOptimizer:
         """
         self._kept_by_fsdp |= self.has_shards and not self.has_gradients_of_shards
         self._add_scaled(aside, scale)
-        self._leave_sign()
         if self._reducer is not None:
             self._reducer.keep_local()
-
-    def _leave_sign(self) -> None:
-        if self._scaled_by is not None and self.masters.pairs:
-            self._sign.leave_on(min(self._masters(), key=Tensor.numel))
-
-    def _follow_zero_grad(self) -> None:
-        """Clear gradients that wait on half parameters, if the optimizer's `zero_grad` was called."""
-        if self._sign.was_cleared():
-            self._sign.remove()
-            self._scaled_by = None
-            for param in self._halves():
-                param.grad = None
 
     def _add_scaled(self, aside: list[SetAside], scale: float) -> None:
         add_scaled(aside, scale / (self._scaled_by or 1.0))
@@ -457,7 +407,6 @@ class HookedOptimizer:
         if self._step is not None and is_running(self._step.frame):
             return None
         self._end_step()
-        self._follow_zero_grad()
         if self._in_backward:
             raise RuntimeError(
                 f"{type(optimizer).__name__}.step() inside the block of scale_loss, where gradients are still scaled: "
@@ -505,7 +454,6 @@ class HookedOptimizer:
                 self.masters.copy_to_model()
             for pair in self.masters.pairs:
                 pair.master.grad = None
-            self._leave_sign()
 
     def _end_step(self) -> None:
         """Undo what `_before_step` did, at the end of the step or, if the step raised, at the next opportunity."""

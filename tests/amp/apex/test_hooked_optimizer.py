@@ -6,7 +6,6 @@ comparison with plain torch is exact.
 
 import copy
 import threading
-from contextlib import suppress
 
 import pytest
 import torch
@@ -295,52 +294,6 @@ def test_a_step_on_scaled_gradients_is_refused(problem):
         scaled_loss.backward()
     with pytest.raises(RuntimeError, match=r"^SGD.step\(\) with gradients still scaled by 65536.0: the last backward"):
         optimizer.step()
-
-
-@pytest.mark.parametrize("set_to_none", [True, False])
-@pytest.mark.parametrize("options", [{}, {"combine_grad": True}], ids=["", "combined"])
-def test_zero_grad_clears_what_delay_unscale_has_left_at_o2(problem, options, set_to_none):
-    """Before, gradients on the half parameters, which the optimizer does not have, were added to the next ones."""
-
-    def trained(*, delayed):
-        model = problem.model()
-        optimizer = OPTIMIZERS["sgd"](model.parameters())
-        session = amp.Session()
-        session.initialize(model, optimizer, opt_level="O2", verbosity=0, loss_scale=64.0, **options)
-        if delayed:
-            with session.scale_loss(problem.loss(model.eval(), 0), optimizer, delay_unscale=True) as scaled_loss:
-                scaled_loss.backward()
-        optimizer.zero_grad(set_to_none=set_to_none)
-        with session.scale_loss(problem.loss(model.train(), 1), optimizer) as scaled_loss:
-            scaled_loss.backward()
-        optimizer.step()
-        return model.state_dict()
-
-    assert same(trained(delayed=True), trained(delayed=False))
-
-
-def test_gradients_that_delay_unscale_has_left_at_o2_stay_without_zero_grad(problem):
-    """Also after a change of the masters' gradients in place, which is no `zero_grad`, and a block that fails."""
-
-    def trained(*, disturbed):
-        model = problem.model()
-        optimizer = OPTIMIZERS["sgd"](model.parameters())
-        session = amp.Session()
-        session.initialize(model, optimizer, opt_level="O2", verbosity=0, loss_scale=64.0)
-        with session.scale_loss(problem.loss(model, 0), optimizer, delay_unscale=True) as scaled_loss:
-            scaled_loss.backward()
-        if disturbed:
-            grads = [param.grad for param in session.master_params(optimizer) if param.grad is not None]
-            (sign,) = (grad for grad in grads if grad.abs().max() < 1e-20)
-            sign.mul_(0.5)
-            with suppress(ZeroDivisionError), session.scale_loss(torch.ones(()), optimizer):
-                raise ZeroDivisionError
-        with session.scale_loss(problem.loss(model, 1), optimizer) as scaled_loss:
-            scaled_loss.backward()
-        optimizer.step()
-        return model.state_dict()
-
-    assert same(trained(disturbed=True), trained(disturbed=False))
 
 
 def test_a_backward_outside_of_scale_loss_is_noticed_at_o2(problem):
