@@ -5,7 +5,7 @@ from amplab.kernels.builder import BuildReport, ensure, report
 from amplab.kernels.dispatch_casts import DispatchCasts
 from amplab.kernels.gradient_places import GradientPlaces, Whereabouts
 from amplab.kernels.layerwise_steps import lamb_, novograd_
-from amplab.kernels.list_checks import refusal_naming
+from amplab.kernels.list_checks import is_refusal, refusal_naming
 from amplab.kernels.steps import adam_, sgd_
 from amplab.kernels.tensor_stats import StatsTable, TensorStats, tensor_stats
 from amplab.kernels.tensor_table import ParameterList, TensorTable
@@ -27,6 +27,7 @@ __all__ = [
     "ensure",
     "lamb_",
     "novograd_",
+    "is_refusal",
     "refusal_naming",
     "report",
     "rmsprop_",

@@ -13,7 +13,16 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-__all__ = ["Extent", "check_apart", "check_lists", "check_measures", "check_memory", "extent_of", "refusal_naming"]
+__all__ = [
+    "Extent",
+    "check_apart",
+    "check_lists",
+    "check_measures",
+    "check_memory",
+    "extent_of",
+    "is_refusal",
+    "refusal_naming",
+]
 
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 _EXAMPLES = {torch.float32: "torch.zeros(1)", torch.int64: "torch.tensor(-1)"}
@@ -119,6 +128,18 @@ def check_measures(
         _check_device("norms", norms, found_inf)
     if first_bad is not None:
         _check_scalar("first_bad", first_bad, torch.int64, found_inf)
+
+
+def is_refusal(error: RuntimeError) -> bool:
+    """Return whether an operator has refused its arguments and written nothing.
+
+    Other errors are subclasses of RuntimeError, such as ``torch.OutOfMemoryError``: they must reach the caller with
+    their type, and nothing may be tried again, since the operator may have written.
+
+    >>> is_refusal(RuntimeError("input 1 is int64.")), is_refusal(torch.OutOfMemoryError("CUDA out of memory."))
+    (True, False)
+    """
+    return type(error) in (RuntimeError, NotImplementedError)  # the second for layouts that have no kernel
 
 
 def refusal_naming(error: RuntimeError, inputs: Sequence[str]) -> RuntimeError:

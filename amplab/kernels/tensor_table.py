@@ -29,7 +29,8 @@ from amplab.kernels.unscale import unscale_
 __all__ = ["ParameterList", "TensorTable", "TensorTableHandle"]
 
 _REFUSED, _CHANGED = -1, -2
-_CPU = torch.empty(0)  # selects the CPU's kernel, which deletes every table
+_CPU = torch.empty(0)
+_CPU_KEYS = torch._C.DispatchKeySet(torch._C.DispatchKey.CPU)  # the CPU's kernel deletes every table
 _FOUND = "Tensor(b!)? norm=None, Tensor(c!)? norms=None, Tensor(d!)? first_bad=None"
 
 _SCHEMAS = {
@@ -107,9 +108,8 @@ class TensorTableHandle:
 
 
 def _delete_table(table: int) -> None:
-    """Delete a table, unseen by dispatch modes: the garbage collector may call this in anyone's block."""
-    with torch._C._DisableTorchDispatch():
-        _OPS.delete_tensor_table.default(table, _CPU)
+    """Delete a table, unseen by modes: the garbage collector may call this in anyone's block, or in a fake kernel."""
+    _OPS.delete_tensor_table.default.redispatch(_CPU_KEYS, table, _CPU)
 
 
 class ParameterList:

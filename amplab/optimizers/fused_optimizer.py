@@ -26,7 +26,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from amplab.formats import LOW_PRECISION_DTYPES
-from amplab.kernels import unscale_, unscaled_norm
+from amplab.kernels import is_refusal, unscale_, unscaled_norm
 from amplab.optimizers.group_settings import REQUIRED, check_settings, groups_with_rates
 from amplab.scalers import is_sharded, local_shard
 
@@ -394,6 +394,8 @@ class FusedOptimizer(Optimizer):
             try:
                 self._run(batch, mine, _on(batch.device, factor), _on(batch.device, found_inf))
             except RuntimeError as error:
+                if not is_refusal(error):
+                    raise
                 raise _with_names(error, self.param_groups, batch.places) from error
 
     def _unscale(self, grads: list[Tensor], scale: Tensor, found_inf: Tensor | None) -> None:
@@ -407,7 +409,9 @@ class FusedOptimizer(Optimizer):
         try:
             for device, here in _by_device(grads).items():
                 unscale_(here, torch.zeros((), device=device), inverse.to(device, non_blocking=True))
-        except RuntimeError:  # gradients that share memory, or that are expanded
+        except RuntimeError as error:
+            if not is_refusal(error):  # gradients that share memory, or that are expanded
+                raise
             for param in self._listed():
                 if param.grad is not None:
                     param.grad = param.grad * inverse.to(param.device, non_blocking=True)

@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from amplab.kernels import ParameterList, refusal_naming, unscale_
+from amplab.kernels import ParameterList, is_refusal, refusal_naming, unscale_
 
 __all__ = ["FlatGrads", "Unscaler", "inverse_scale", "is_sharded", "local_shard", "strided_grad", "tensors_of"]
 
@@ -121,6 +121,8 @@ class Unscaler:
         try:
             unscale_([strided_grad(param) for param in params], found_inf, inverse)
         except RuntimeError as error:
+            if not is_refusal(error):
+                raise
             places = {id(param): index for index, param in enumerate(self._params)}
             names = [f"the gradient of parameter {places[id(param)]}" for param in params]
             raise refusal_naming(error, names) from None

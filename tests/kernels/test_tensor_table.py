@@ -8,6 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode, in_kernel_invocation_manager
 
 from amplab.kernels import ParameterList, TensorTable, unscale_
 from amplab.trace.dispatch_mode import DispatchMode
@@ -162,6 +163,18 @@ class Seen(DispatchMode):
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         self.ops.append(str(func))
         return func(*args, **(kwargs or {}))
+
+
+def test_a_table_that_is_collected_inside_a_fake_kernel_is_deleted(built):
+    """There the dispatcher takes tensors of the CPU for meta tensors, as while torch.compile traces."""
+    tensor = torch.ones(4)
+    held = tensor._use_count()
+    table = TensorTable([tensor])
+    table.unscale_(torch.zeros(1), HALF)
+    with in_kernel_invocation_manager(FakeTensorMode()):
+        del table
+        gc.collect()
+    assert tensor._use_count() == held
 
 
 def test_a_dispatch_mode_does_not_see_a_table_that_is_collected(built):

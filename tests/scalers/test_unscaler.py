@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from amplab.scalers import FlatGradients, MasterWeights, Unscaler, inverse_scale
 from amplab.scalers.unscaler import tensors_of
@@ -169,6 +170,24 @@ def test_what_is_no_list_of_parameters_is_refused(take, params, said):
     with pytest.raises(TypeError) as refusal:
         take(params)
     assert str(refusal.value) == said
+
+
+class OutOfMemory(TorchDispatchMode):
+    """Memory runs out in the kernel, after it has written."""
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        if func.namespace == "amplab":
+            raise torch.OutOfMemoryError("out of memory")
+        return result
+
+
+def test_running_out_of_memory_keeps_its_type():
+    """Before, it became a RuntimeError, as a refusal, and `GradScaler` unscaled the gradients once more."""
+    param = nn.Parameter(torch.zeros(2))
+    param.grad = torch.full((2,), 8.0)
+    with pytest.raises(torch.OutOfMemoryError), OutOfMemory():
+        Unscaler().unscale_([param], 2.0)
 
 
 def test_any_iterable_of_tensors_is_taken():

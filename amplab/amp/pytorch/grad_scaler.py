@@ -292,7 +292,8 @@ class GradScaler(torch.amp.GradScaler):
             )
         if row["stage"] is OptState.STEPPED:
             raise RuntimeError(
-                "unscale_() is being called after step(). Call it between the last backward and step(), or not at all."
+                "unscale_() is being called after step() and before update(). Call it between the last backward and "
+                "step(), or not at all, and update() at the end of every iteration."
             )
         self._unfinished.called_by(sys._getframe(1))
         with self._unfinished:

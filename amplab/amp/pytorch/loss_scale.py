@@ -90,8 +90,9 @@ class LossScale:
             self._form = device_scale(self.rule, device, state=self._init_state)
             self.scale, self.growth_tracker = self._form.scale, self._form.clean_steps
         else:
-            self.scale = torch.full((), self.init_scale, dtype=torch.float32, device=device)
+            scale = torch.full((), self.init_scale, dtype=torch.float32, device=device)
             self.growth_tracker = torch.full((), self.init_growth_tracker, dtype=torch.int32, device=device)
+            self.scale = scale  # last: it says that both are there
         return self.scale
 
     def times(self, output: Tensor) -> Tensor:

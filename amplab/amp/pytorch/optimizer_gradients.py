@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from amplab.amp.pytorch.unscaled_gradients import UnscaledGradients
-from amplab.kernels import ParameterList, refusal_naming, unscale_
+from amplab.kernels import ParameterList, is_refusal, refusal_naming, unscale_
 from amplab.parallel.shards import RankGroup, agree_on_found_inf, rank_groups
 from amplab.scalers import CombinedUnscaler, Unscaler, local_shard, strided_grad
 
@@ -185,7 +185,9 @@ def _unscale_where_they_lie(
         here = found_inf.to(device, non_blocking=True, copy=True)
         try:
             unscale_(grads, here, inv_scale.to(device, non_blocking=True))
-        except RuntimeError:  # sparse, or on several devices; nothing was written
+        except RuntimeError as error:
+            if not is_refusal(error):  # sparse, or on several devices
+                raise
             known.plain = False
         else:
             return {device: here}
@@ -212,6 +214,8 @@ def _unscale_one_by_one(
         try:
             unscale_(grads, verdicts[device], factor.to(device, non_blocking=True))
         except RuntimeError as error:
+            if not is_refusal(error):
+                raise
             raise refusal_naming(error, [known.name(param) for param in params]) from None
     return verdicts
 
