@@ -100,7 +100,7 @@ def refuse_disagreement(
 def _checksum(tensor: Tensor) -> str:
     """Say the checksum of the bits of a tensor. Sync: one."""
     bits = tensor.detach().cpu().contiguous().flatten().view(torch.uint8)
-    return f" with values of checksum {crc32(bits.numpy()):08x}"
+    return f" with values of checksum {crc32(bits.numpy().tobytes()):08x}"
 
 
 def _refuse_problems(everyone: Sequence[str]) -> None:
