@@ -107,7 +107,7 @@ def _scale(config: ExperimentConfig) -> dict[str, object]:
     prescribed = config.level.properties.loss_scale
     return {
         "mode": "level" if config.loss_scale is None else "dynamic" if config.is_dynamic else "static",
-        "prescribed": prescribed if prescribed == "dynamic" else f"static {power(prescribed, raised=True)}",
+        "prescribed": prescribed if isinstance(prescribed, str) else f"static {power(prescribed, raised=True)}",
         "fixed": None if config.is_dynamic else float(config.effective_loss_scale),
         "first_fixed": STATIC_START,
     }
