@@ -193,14 +193,16 @@ def bench(options: argparse.Namespace) -> int:
     from amplab.amp.run_state.file_format import write_atomically
     from amplab.bench import as_json, as_text, run_ddp, run_suite
 
-    if options.json is not None and not may_write(options.json):
-        return refuse(options, OSError(f"--json {options.json}: expected the path of a file in a writable folder."))
+    try:
+        path = None if options.json is None else writable_file(options.json, "--json")
+    except (OSError, ValueError) as error:
+        return refuse(options, error)
     try:
         rounds = options.rounds
         results = run_ddp(rounds=rounds) if options.suite == "ddp" else run_suite(options.suite, rounds=rounds)
         print(as_text(results))
-        if options.json is not None:
-            write_atomically(options.json, lambda file: file.write(as_json(results).encode()))
+        if path is not None:
+            write_atomically(path, lambda file: file.write(as_json(results).encode()))
     except (OSError, RuntimeError) as error:
         return refuse(options, error)
     return 0
@@ -214,9 +216,18 @@ def bench_gpu(options: argparse.Namespace) -> int:
     return gpu.main(["--rounds", str(options.rounds), *file])
 
 
-def may_write(path: Path) -> bool:
-    """Return whether a file can be written at `path`; asked before minutes of measuring."""
-    return not path.is_dir() and os.access(path.parent, os.W_OK)
+def writable_file(given: Path, argument: str) -> Path:
+    """Return the path of a file that can be written; asked before minutes of measuring.
+
+    Raises:
+        OSError, ValueError: it cannot, or no file can have this path.
+    """
+    from amplab.amp.run_state.paths import given_path, special_kind
+
+    path = given_path(given, argument)
+    if special_kind(path) or not os.access(path.parent, os.W_OK):
+        raise OSError(f"{argument} {path}: expected the path of a file in a writable folder.")
+    return path
 
 
 def examine(options: argparse.Namespace) -> int:
@@ -247,9 +258,8 @@ def findings_in_log(path: str) -> "Findings":
     try:
         run = load_run(path)
     except OSError as error:
-        raise TargetError(
-            f"{path}: {error.strerror or error}; expected a run log, such as one in ~/.amplab/runs."
-        ) from None
+        problem = f"{path}: {error.strerror}" if error.strerror else str(error).rstrip(".")
+        raise TargetError(f"{problem}; expected a run log, such as one in ~/.amplab/runs.") from None
     except ValueError as error:
         raise TargetError(str(error)) from None
     print(run)
