@@ -1,4 +1,7 @@
-"""``python -m amplab``: the same as the ``amplab`` command."""
+"""``python -m amplab``: the same as the ``amplab`` command.
+
+By Python's rule for ``-m``, it imports from the working folder first; ``python -P -m amplab``, as ``amplab``, does not.
+"""
 
 import sys
 

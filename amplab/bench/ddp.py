@@ -10,10 +10,12 @@ end with the last bucket. In a ring each rank sends ``2 (n - 1) / n`` of the byt
 """
 
 import multiprocessing
+import os
 import statistics
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from datetime import timedelta
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -136,8 +138,9 @@ def _measured(exchange: Exchange, rounds: int) -> Times:
             for rank in range(exchange.processes)
         ]
         try:
-            for each in ranks:
-                each.start()
+            with _without_the_working_folder():
+                for each in ranks:
+                    each.start()
             sends.close()  # the processes have it; so the pipe ends when they do
             if not receives.poll(_LIMIT.total_seconds()):
                 raise RuntimeError(f"{exchange.name}: no result after {_LIMIT}; is another program using all CPUs?")
@@ -152,6 +155,22 @@ def _measured(exchange: Exchange, rounds: int) -> Times:
                 each.join()
             receives.close()
     return times
+
+
+@contextmanager
+def _without_the_working_folder() -> Iterator[None]:
+    """Let processes that start meanwhile import nothing from the working folder unless this process does.
+
+    multiprocessing starts them by ``python -c``, which puts that folder first until they have the path of this process.
+    """
+    before = os.environ.get("PYTHONSAFEPATH")
+    os.environ["PYTHONSAFEPATH"] = "1"
+    try:
+        yield
+    finally:
+        del os.environ["PYTHONSAFEPATH"]
+        if before is not None:
+            os.environ["PYTHONSAFEPATH"] = before
 
 
 def _rank(rank: int, store: str, exchange: Exchange, rounds: int, connection: Connection) -> None:
@@ -169,6 +188,7 @@ def _timed(exchange: Exchange, rounds: int) -> Times:
     alone, ours, wrapped = (_Given(exchange.tensors, exchange.elements) for _ in range(3))
     theirs = DistributedDataParallel(wrapped)
     reducer = CombinedReducer()
+    reducer.prepare(ours.list)
 
     def average() -> None:
         reducer.follow(ours.list)

@@ -20,7 +20,9 @@ from amplab.diagnose.reruns import headroom
 from amplab.policies import casts_enabled, cpu_half_mode, thread_engines
 from amplab.policies.casting.plan import torch_nesting
 from amplab.trace.as_found import Undo, leaves_as_found
+from amplab.trace.kept_tensors import KeptTensors
 from amplab.trace.modules import ModuleStack
+from amplab.trace.weight_casts import WeightCasts
 
 X, TARGET = torch.ones(4, 8), torch.tensor([0, 1, 2, 0])
 
@@ -241,7 +243,11 @@ def test_a_storage_that_is_counted_when_the_interrupt_comes_prints_nothing(monke
     """Before, `AttributeError: _change` was printed: what counts a storage was deleted before it had its attributes."""
     printed = []
     monkeypatch.setattr(sys, "unraisablehook", lambda report: printed.append(report.exc_type))
-    subject = Subject()
-    folders = [f"{PACKAGE}/trace/kept_tensors.py"]
-    for _ in interrupted_everywhere(subject.xray, every=31, folders=folders, functions=["__init__", "keep", "__del__"]):
+    model = nn.Linear(8, 8)
+
+    def followed():
+        with KeptTensors(model).following(lambda: "", WeightCasts()):
+            model(X).relu().sum().backward()
+
+    for _ in interrupted_everywhere(followed, folders=[f"{PACKAGE}/trace/kept_tensors.py"]):
         assert set(printed) <= {KeyboardInterrupt}

@@ -31,6 +31,8 @@ def header_lists() -> dict[str, list[str]]:
         body = re.search(rf"#define AT_FORALL_{policy.upper()}\(_\)(.*?[^\\])\n", text, re.DOTALL)[1]
         entries = re.findall(r"\s_\((\w+)(?:,\s*(\w+))?\)", body)
         found[policy] = [f"{op}.{overload or 'default'}" for op, overload in entries]
+    if hasattr(torch.ops.aten, "linalg_matrix_sqrth"):  # registered without a list, from torch 2.14 on
+        found["fp32"].append("linalg_matrix_sqrth.default")
     return found
 
 

@@ -195,6 +195,8 @@ CALLS["eigh"] = _lapack(torch.linalg.eigvalsh)
 CALLS["eig"] = _lapack(lambda x: torch.linalg.eigvals(x).real)
 CALLS["matrix_rank"] = _lapack(torch.linalg.matrix_rank)
 CALLS["svd"] = _lapack(torch.linalg.svdvals)
+if hasattr(torch.linalg, "matrix_sqrth"):  # new in torch 2.14
+    CALLS["matrix_sqrth"] = _lapack(torch.linalg.matrix_sqrth)
 CALLS["cholesky_solve"] = (torch.cholesky_solve, *PAIR)
 CALLS["solve"] = (lambda a, b: torch.linalg.solve(_symmetric(a), b), *PAIR)
 CALLS["lstsq"] = (lambda a, b: torch.linalg.lstsq(_symmetric(a), b).solution, *PAIR)
@@ -212,7 +214,7 @@ def _svd_lowrank(x: Tensor) -> Tensor:
 CALLS["svd_lowrank"] = (_svd_lowrank, (4, 5))
 CONDITIONED = frozenset(
     {"cholesky", "cholesky_inverse", "inverse", "pinverse", "qr", "lu", "eigh", "eig", "matrix_rank", "svd"}
-    | {"solve", "lstsq"}
+    | {"matrix_sqrth", "solve", "lstsq"}
 )
 """Ops whose call makes its matrix well conditioned in the dtype it is given, before the op is called."""
 

@@ -7,6 +7,8 @@ import torch
 from torch.nn import functional as F
 
 from amplab.policies import APEX, CastPolicy, OpRule, OpTable
+from amplab.policies.policy.policy_rows import policy_rows
+from amplab.policies.tables.op_rows import rows
 from amplab.policies.tables.op_table import absent, resolve
 
 
@@ -43,6 +45,21 @@ def test_marks_say_where_a_spelling_is_absent():
     assert absent("torch.mm>=99.0")
     assert resolve("torch.mm>=2.0") == torch.mm
     assert resolve("torch.no_such_op>=99.0") is None
+
+
+def test_marks_of_aten_names_are_applied_when_a_row_is_made():
+    (row,) = rows(CastPolicy.FP32, ("mm", "one", ("torch.mm",)), aten={"mm": "mm<2.0 mm_now>=2.0 mm_later>=99.0 bmm"})
+    assert row.aten == ("mm_now", "bmm")
+
+
+def test_a_row_whose_spellings_are_all_of_other_versions_has_no_effect():
+    later = OpRule("later", CastPolicy.FP32, "later: one", ("torch.later>=99.0", "torch.Tensor.later>=99.0"))
+    here = OpRule("mm", CastPolicy.FP32, "mm: one", ("torch.mm", "torch.mm2>=99.0"))
+    own = OpRule("own", CastPolicy.FP32, "own: one")
+    assert [row.exists for row in (later, here, own)] == [False, True, True]
+    assert OpTable("later", (later, here)).by_function == {torch.mm: here}
+    shown = policy_rows([later, here, own], table="later", lower=dict.fromkeys([later, here, own], ""), title="later")
+    assert [row["op"] for row in shown] == ["mm", "own"]
 
 
 def test_a_table_survives_pickling():

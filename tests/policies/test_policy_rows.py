@@ -17,7 +17,7 @@ def test_rows_are_plain_values_one_for_each_row_of_the_table(table):
     rows = PrecisionPolicy(table).rows()
     assert isinstance(rows, list)
     assert json.loads(json.dumps(rows)) == rows
-    assert [row["op"] for row in rows] == [row.op for row in TABLES[table].rows]
+    assert [row["op"] for row in rows] == [row.op for row in TABLES[table].rows if row.exists]
     assert {row["cast"] for row in rows} <= {cast.value for cast in CastPolicy}
     assert rows[0]["spellings"].split()[0] == "torch.conv1d"
     assert all(callable(resolve(name)) for row in rows for name in row["spellings"].split())

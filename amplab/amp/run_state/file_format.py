@@ -25,6 +25,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from amplab import __version__
+from amplab.amp.run_state.paths import short_name, special_kind, target_of
 
 try:
     import fcntl
@@ -83,9 +84,13 @@ def read_run_state(path: Path) -> dict[str, Any]:
     """Read what `write_run_state` wrote, every tensor on the CPU, every byte checked against its checksum.
 
     Raises:
-        RunStateError: a file that is cut off, damaged, of another kind, or of a newer format.
+        RunStateError: a file that is cut off, damaged, of another kind, or of a newer format; a folder, pipe or device.
         OSError: there is no such file, or it cannot be read.
     """
+    if kind := special_kind(path):
+        raise RunStateError(
+            f"{path} is not a regular file but {kind}: expected a file of save_run_state; give its path."
+        )
     _refuse_damage(path)
     try:
         state = torch.load(path, map_location="cpu", weights_only=True)
@@ -197,28 +202,51 @@ def write_atomically(path: Path, write: Callable[[BinaryIO], object]) -> None:
         FileNotFoundError: there is no such folder.
         OSError: ``path`` exists and is not a regular file, the disk is full, the folder is read-only, …
     """
-    path = path.resolve()  # of a link, its target
-    if path.exists() and not path.is_file():
-        raise OSError(f"{path} is not a regular file, and would be replaced by one; give the path of a file.")
+    path = target_of(path)
+    if kind := special_kind(path):
+        raise OSError(
+            f"{path} is not a regular file but {kind}, and would be replaced by one; give the path of a file."
+        )
     folder = path.parent
     if not folder.is_dir():
         raise FileNotFoundError(f"the folder {folder} of {path.name} does not exist; create it first.")
     remove_partials(folder, path.name)
-    partial = folder / f".{path.name}.{secrets.token_hex(4)}.partial"
-    try:
-        with partial.open("xb") as file:
-            with contextlib.suppress(OSError):  # without locks partial files stay
-                _lock(file)
-            write(file)
-            file.flush()
-            os.fsync(file.fileno())
+    with _new_partial(path) as (partial, file):
+        write(file)
+        file.flush()
+        os.fsync(file.fileno())
         if path.exists():
             partial.chmod(stat.S_IMODE(path.stat().st_mode))  # a private file stays one
+        if fcntl is None:
+            file.close()  # Windows renames no open file; elsewhere it stays locked until it has its name
         partial.replace(path)
-    except BaseException:
-        partial.unlink(missing_ok=True)
-        raise
     _fsync_folder(folder)
+
+
+@contextlib.contextmanager
+def _new_partial(path: Path) -> Iterator[tuple[Path, BinaryIO]]:
+    """Give a new hidden file beside ``path``, open and locked; it is removed if the block raises."""
+    while True:
+        partial = path.with_name(f".{short_name(path.name)}.{secrets.token_hex(4)}.partial")
+        try:
+            with partial.open("xb") as file:
+                if _is_mine(file, partial):
+                    yield partial, file
+                    return
+        except BaseException:
+            partial.unlink(missing_ok=True)
+            raise
+
+
+def _is_mine(file: BinaryIO, partial: Path) -> bool:
+    """Lock a file; return False if another process has removed it, or is about to, since it was not locked yet."""
+    try:
+        _lock(file)
+        return os.path.samestat(os.fstat(file.fileno()), partial.stat())
+    except (BlockingIOError, FileNotFoundError):
+        return False
+    except OSError:  # without locks partial files stay
+        return True
 
 
 def remove_partials(folder: Path, name: str = "*") -> None:
@@ -228,11 +256,12 @@ def remove_partials(folder: Path, name: str = "*") -> None:
         folder: the folder.
         name: of the files, or "*" for all; other characters stand for themselves.
     """
-    for partial in folder.glob(f".{name if name == '*' else glob.escape(name)}.*.partial"):
-        with contextlib.suppress(OSError):
-            with partial.open("rb") as file:
-                _lock(file)
-            partial.unlink()
+    for partial in folder.glob(f".{name if name == '*' else glob.escape(short_name(name))}.*.partial"):
+        if special_kind(partial):
+            continue
+        with contextlib.suppress(OSError), partial.open("rb") as file:
+            _lock(file)
+            partial.unlink()  # before its process, if it has just created it, can lock it
 
 
 def _lock(file: BinaryIO) -> None:

@@ -42,6 +42,7 @@ from amplab.amp.arguments import as_list
 from amplab.amp.run_state.checks import form_problems, model_problems, scale_problems, session_problems
 from amplab.amp.run_state.file_format import MissingRunState, RunStateError, read_run_state, write_run_state
 from amplab.amp.run_state.optimizer_checks import optimizer_entry, optimizer_problems
+from amplab.amp.run_state.paths import given_path
 from amplab.amp.run_state.rng_state import capture_rng, restore_rng, rng_problems
 from amplab.amp.run_state.sharded_folder import (
     has_shards,
@@ -94,7 +95,7 @@ def save_run_state(
     {'epoch': 1, 'batch': 30}
 
     Args:
-        path: the file, or the folder of a sharded run; the folder that contains it must exist.
+        path: the file, or the folder of a sharded run; its parent folder must exist. ``~`` is the home folder.
         model: a module or a list of them.
         optimizer: an optimizer or a list of them.
         amp: the `Session` that initialized them, or the module ``amplab.amp`` for its default session.
@@ -106,7 +107,7 @@ def save_run_state(
         RunStateError: a value that the file cannot hold; the message names its place. Of a sharded run on every rank
             if one rank fails.
         RuntimeError: ``amp`` before its ``initialize``.
-        TypeError: an argument of another type, or both ``amp`` and ``scaler``.
+        TypeError: an argument of another type, or both ``amp`` and ``scaler``. ValueError: a path with NUL.
         RuntimeError: the scaler is between ``unscale_`` or ``step`` and ``update``.
         OSError: the file cannot be written.
 
@@ -114,6 +115,7 @@ def save_run_state(
 
     Reference: "Saving/Resuming" in PyTorch's Automatic Mixed Precision recipe.
     """
+    path = given_path(path)
     models, optimizers, session = _checked(model, optimizer, amp, scaler)
     if scaler is not None and scaler.is_enabled() and scaler._per_optimizer_states:
         raise RuntimeError("scaler is between unscale_() or step() and update(): call update() before saving.")
@@ -132,9 +134,9 @@ def save_run_state(
         "extra": extra,
     }
     if has_shards(state):
-        write_run_folder(Path(path), state)
+        write_run_folder(path, state)
     else:
-        write_run_state(Path(path), state)
+        write_run_state(path, state)
 
 
 def load_run_state(
@@ -167,20 +169,21 @@ def load_run_state(
         RunStateError: the file is truncated, damaged, altered, of another format, or of another run; the message has
             the differences. Of an error while values are copied, which a module's own hook can raise, too.
         RuntimeError: ``amp`` before its ``initialize``.
-        TypeError: an argument of another type, or both ``amp`` and ``scaler``.
+        TypeError: an argument of another type, or both ``amp`` and ``scaler``. ValueError: a path with NUL.
         OSError: there is no such file, which is a RunStateError, too; or it cannot be read.
 
     Sync: none.
     """
+    path = given_path(path)
     models, optimizers, session = _checked(model, optimizer, amp, scaler)
-    _refuse_missing(Path(path))
-    state, own = _read(Path(path), models, optimizers, scaler)
+    _refuse_missing(path)
+    state, own = _read(path, models, optimizers, scaler)
     notes = _left_out(state, models, optimizers, session, scaler)
     if not own:
         notes = (*notes, "saved by fewer ranks: the random states of this rank are not restored")
-    with _undone_on_error(Path(path)) as undo:
+    with _undone_on_error(path) as undo:
         load = partial(_load, state, models, optimizers, session, scaler, undo)
-        on_every_rank(load) if is_run_folder(Path(path)) else load()
+        on_every_rank(load) if is_run_folder(path) else load()
         if own:
             undo.append(partial(restore_rng, capture_rng()))
             restore_rng(state["rng"])

@@ -23,6 +23,7 @@ from torch.nn import Module
 from torch.optim import Optimizer
 
 from amplab.amp.run_state.file_format import MissingRunState, RunStateError, read_run_state, write_run_state
+from amplab.amp.run_state.paths import short_name
 from amplab.scalers import is_sharded
 
 __all__ = ["has_shards", "is_run_folder", "on_every_rank", "rank_file", "read_shards", "tensors_of", "write_run_folder"]
@@ -53,7 +54,7 @@ def write_run_folder(path: Path, state: dict[str, Any]) -> None:
     """
     import torch.distributed.checkpoint as dcp  # takes a second, which only sharded runs need
 
-    partial = path.with_name(f".{path.name}.partial")
+    partial = path.with_name(f".{short_name(path.name)}.partial")
     first = dist.get_rank() == 0
     on_every_rank(lambda: _make_folder(path, partial) if first else None)
     shards = {_key(place): tensor for place, tensor in tensors_of(state) if is_sharded(tensor)}
@@ -152,7 +153,7 @@ def _name(rank: int) -> str:
 
 
 def _previous(path: Path) -> Path:
-    return path.with_name(f"{path.name}.previous")
+    return path.with_name(f"{short_name(path.name)}.previous")
 
 
 def _present(path: Path) -> Path:

@@ -48,12 +48,12 @@ def policy_rows(rules: Iterable[OpRule], *, table: str, lower: Mapping[OpRule, s
     """Return the rows of a policy for display.
 
     Args:
-        rules: the rows of the policy.
+        rules: the rows of the policy; those of ops that the installed torch does not have are left out.
         table: the name of the table that they come from.
         lower: rule -> the precision it runs in if it is lower_precision_fp, e.g. "float16".
         title: the string form of the policy.
     """
-    return PolicyRows([_row(rule, table, lower[rule]) for rule in rules], title)
+    return PolicyRows([_row(rule, table, lower[rule]) for rule in rules if rule.exists], title)
 
 
 def _row(rule: OpRule, table: str, lower: str) -> dict[str, str]:

@@ -12,7 +12,7 @@ import dataclasses
 from collections.abc import Iterable
 from typing import Any
 
-from amplab.policies.tables.op_table import CastPolicy, OpRule
+from amplab.policies.tables.op_table import CastPolicy, OpRule, unmarked
 
 __all__ = [
     "EXP",
@@ -78,7 +78,8 @@ def rows(cast: CastPolicy, *written: tuple[Any, ...], aten: dict[str, str] | Non
     Args:
         cast: the cast policy of the rows.
         written: (op, reason, spellings, added); `added` is optional.
-        aten: op -> ATen names separated by spaces, where they differ from the name of the op.
+        aten: op -> ATen names separated by spaces, where they differ from the name of the op. They take the version
+            suffixes of spellings: "qr<2.14" was removed in 2.14.
     """
     others = aten or {}
     return tuple(_row(cast, others.get(row[0], row[0]), *row) for row in written)
@@ -108,7 +109,7 @@ def recast(
 def _row(
     cast: CastPolicy, aten: str, op: str, reason: str, spellings: tuple[str, ...], added: tuple[str, ...] = ()
 ) -> OpRule:
-    return OpRule(op, cast, f"{op}: {reason}", spellings + added, added, tuple(aten.split()))
+    return OpRule(op, cast, f"{op}: {reason}", spellings + added, added, unmarked(aten.split()))
 
 
 def _recast(row: OpRule, cast: CastPolicy, reason: str | None, listed: bool) -> OpRule:

@@ -2,7 +2,8 @@
 
 A spelling is a dotted path from `torch`, e.g. "torch.nn.functional.softmax". A suffix restricts it to some
 torch versions: "torch.foo>=2.9" was added in 2.9, "torch.foo<2.9" was removed in it. A spelling that the
-installed torch does not have is ignored, so that a newer torch does not break the table.
+installed torch does not have is ignored, so that a newer torch does not break the table. A row whose spellings
+are all of other versions stays in the table, without effect: see `OpRule.exists`.
 Rows are found by function object, not by name: `torch.mm` and `torch.spmm` share a name.
 The rows themselves are in `apex_table`, `torch_cuda_table` and `torch_cpu_table`.
 """
@@ -12,13 +13,13 @@ from __future__ import annotations
 import dataclasses
 import enum
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
 from torch.overrides import resolve_name
 
-__all__ = ["CastPolicy", "OpRule", "OpTable", "absent", "resolve", "spelling_of"]
+__all__ = ["CastPolicy", "OpRule", "OpTable", "absent", "resolve", "spelling_of", "unmarked"]
 
 
 class CastPolicy(enum.Enum):
@@ -74,6 +75,11 @@ class OpRule:
     added: tuple[str, ...] = ()
     aten: tuple[str, ...] = ()
     by_user: bool = False
+
+    @property
+    def exists(self) -> bool:
+        """Whether the version suffixes leave a spelling to the installed torch; True for a row without spellings."""
+        return not self.spellings or not all(map(absent, self.spellings))
 
     def __str__(self) -> str:
         """One line: op, cast policy, reason."""
@@ -156,6 +162,15 @@ def spelling_of(func: Callable[..., Any]) -> str | None:
     spelling = resolve_name(func)
     own = getattr(func, "__name__", "")
     return f"torch.{own}" if spelling is not None and getattr(torch, own, None) is func else spelling
+
+
+def unmarked(names: Iterable[str]) -> tuple[str, ...]:
+    """Return names without their version suffixes; those whose suffix excludes the installed torch are left out.
+
+    >>> unmarked(["mm", "bmm>=2.0", "spmm<2.0"])
+    ('mm', 'bmm')
+    """
+    return tuple(_split_mark(name)[0] for name in names if not absent(name))
 
 
 def absent(spelling: str) -> bool:

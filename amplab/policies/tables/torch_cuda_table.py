@@ -53,11 +53,17 @@ _FP32 = (
         ("square", SQUARE, (), t("square")),
         ("mvlgamma", SUM, (), (*t("mvlgamma"), "torch.special.multigammaln")),
         ("sum_to_size", SUM, (), m("sum_to_size")),
+        (
+            "matrix_sqrth",
+            "its eigenvalues come from cuSOLVER, which supports 32-bit and 64-bit floats only",
+            ("torch.linalg.matrix_sqrth>=2.14",),
+        ),
         ("trapezoid", SUM, (), ("torch.trapezoid", "torch.trapz", "torch.cumulative_trapezoid")),
         aten={
             "square": "square pow",
             "mvlgamma": "mvlgamma special_multigammaln sum",
             "sum_to_size": "sum",
+            "matrix_sqrth": "linalg_matrix_sqrth>=2.14",
             "trapezoid": "trapezoid trapz cumulative_trapezoid sum cumsum",
         },
     ),

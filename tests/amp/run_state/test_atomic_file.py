@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import textwrap
+import time
 from pathlib import Path
 
 import pytest
@@ -102,3 +103,53 @@ def test_what_stands_at_the_path_keeps_its_nature(tmp_path):
     with pytest.raises(OSError, match="is not a regular file"):
         write_atomically(pipe, lambda file: file.write(b"new"))
     assert pipe.is_fifo()
+
+
+def saves(path, seconds):
+    """Replace a file again and again, and count the failures."""
+    failed, until = [], time.monotonic() + seconds
+    while time.monotonic() < until:
+        try:
+            write_atomically(path, lambda file: file.write(b"whole" * 1000))
+        except OSError as error:
+            failed.append(repr(error))
+    return failed
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs os.fork")
+def test_two_processes_that_save_to_one_path_do_not_remove_each_others_files(tmp_path):
+    path = tmp_path / "run.pt"
+    child = os.fork()
+    if child == 0:
+        os._exit(len(saves(path, 2.0)) > 0)
+    failed = saves(path, 2.0)
+    _, status = os.waitpid(child, 0)
+    assert failed == []
+    assert os.waitstatus_to_exitcode(status) == 0
+    assert path.read_bytes() == b"whole" * 1000
+    assert list(tmp_path.iterdir()) == [path]
+
+
+@pytest.mark.skipif(os.name != "posix", reason="flock, and names of 255 bytes")
+@pytest.mark.parametrize("name", ["n" * 250, "名" * 84, "n" * 255], ids=["250", "wide", "255"])
+def test_the_longest_names_can_be_saved_and_cleaned_up_after(tmp_path, name):
+    path = tmp_path / name
+    other = Path(f"{path}"[:-1] + "x")
+    child = os.fork()
+    if child == 0:
+        write_atomically(path, lambda file: os.kill(os.getpid(), signal.SIGKILL))
+    os.waitpid(child, 0)
+    (partial,) = tmp_path.iterdir()
+    write_atomically(other, lambda file: file.write(b"another file"))
+    assert partial.exists()
+    write_atomically(path, lambda file: file.write(b"new"))
+    assert sorted(tmp_path.iterdir()) == sorted([path, other])
+
+
+@pytest.mark.skipif(os.name != "posix", reason="links of POSIX")
+def test_a_link_that_leads_to_itself_is_refused_and_stays(tmp_path):
+    loop = tmp_path / "run.pt"
+    loop.symlink_to(loop)
+    with pytest.raises(OSError, match="leads back to itself"):
+        write_atomically(loop, lambda file: file.write(b"new"))
+    assert loop.is_symlink()

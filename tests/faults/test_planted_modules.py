@@ -1,0 +1,115 @@
+"""A working folder with modules that somebody planted: no `amplab` command runs them.
+
+Every module of the standard library and of every installed package has a namesake in the folder, as a file and as a
+package. Each writes its name to a file and raises. `python -m amplab` is another matter: by Python's own rule it puts
+the working folder first on the path, before a line of amplab runs; `python -P -m amplab` does not.
+"""
+
+import argparse
+import os
+import subprocess
+import sys
+from importlib.metadata import packages_distributions
+from pathlib import Path
+
+import pytest
+
+from amplab.cli import build_parser
+
+AMPLAB = str(Path(sys.executable).with_name("amplab"))
+OTHERS = {"amplab", "torch", "triton", "plotly", "sitecustomize", "usercustomize"}
+PLANTED = """
+import os, sys
+with open({ran!r}, "a") as file:
+    file.write(f"{{__file__}} in {{sys.orig_argv}}\\n")
+raise ImportError("planted")
+"""
+SCRIPT = "from apex import amp\nimport inspect, json, numpy\nprint(amp.__name__)\n"
+DDP = """
+from amplab.bench.ddp import Exchange, run_ddp
+
+if __name__ == "__main__":
+    run_ddp([Exchange(2, 10, 2, 1.0)], rounds=1)
+"""
+TINY = ("--steps", "2", "--hidden=4")
+COMMANDS = {
+    "lab": [["--list"]],
+    "train": [TINY, ["--nproc", "2", *TINY]],
+    "bench": [],  # minutes: `-m long`; `DDP` starts the processes of a suite
+    "doctor": [["{scripts}/step.py:step"]],
+    "run": [["--device", "cpu", "{scripts}/script.py"]],
+}
+STEP = """
+import torch
+
+def step():
+    model = torch.nn.Linear(2, 2)
+    return model, lambda: model(torch.ones(1, 2)).sum()
+"""
+
+
+def subcommands():
+    (action,) = (each for each in build_parser()._actions if isinstance(each, argparse._SubParsersAction))
+    return set(action.choices)
+
+
+@pytest.fixture(scope="module")
+def planted(tmp_path_factory):
+    """A working folder with the planted modules, and a folder beside it with scripts."""
+    folder = tmp_path_factory.mktemp("planted") / "here"
+    scripts = folder.parent / "scripts"
+    scripts.mkdir()
+    for name, text in (("script", SCRIPT), ("ddp", DDP), ("step", STEP)):
+        (scripts / f"{name}.py").write_text(text)
+    text = PLANTED.format(ran=str(folder.parent / "ran"))
+    for name in sorted({*sys.stdlib_module_names, *packages_distributions(), *OTHERS} - {"__main__"}):
+        if name.isidentifier():
+            (folder / name).mkdir(parents=True)
+            (folder / name / "__init__.py").write_text(text)
+            (folder / f"{name}.py").write_text(text)
+    return folder
+
+
+def ran(folder, *commands):
+    """Run commands in the folder, side by side; return what of the folder ran."""
+    settings = {"AMPLAB_KERNELS": "reference", "AMPLAB_RUNS": str(folder.parent / "runs"), "HOME": str(folder.parent)}
+    others = {name: value for name, value in os.environ.items() if not name.startswith("PYTHON")}
+    ends = [
+        subprocess.Popen(
+            [word.format(scripts=folder.parent / "scripts") for word in command],
+            cwd=folder,
+            env=others | settings,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for command in commands
+    ]
+    told = [end.communicate(timeout=200)[0] for end in ends]
+    marks = folder.parent / "ran"
+    found = marks.read_text() if marks.exists() else ""
+    marks.unlink(missing_ok=True)
+    if not found:
+        assert [(end.args, end.returncode, text) for end, text in zip(ends, told, strict=True) if end.returncode] == []
+    return found
+
+
+def test_every_command_is_attacked():
+    assert set(COMMANDS) == subcommands()
+
+
+def test_no_command_runs_a_module_of_the_working_folder(planted):
+    commands = [[AMPLAB, name, *words] for name, each in COMMANDS.items() for words in each]
+    safe = [sys.executable, "-P", "-m", "amplab", "--version"]
+    assert ran(planted, safe, [sys.executable, "{scripts}/ddp.py"], *commands) == ""
+
+
+def test_the_attack_is_one(planted):
+    """Python's own rule for -m, which runs them before a line of amplab."""
+    assert ran(planted, [sys.executable, "-m", "amplab", "--version"])
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("suite", ["scaler", "casting", "kernels", "xray", "diagnose", "ddp"])
+def test_no_suite_of_measurements_runs_one(planted, suite):
+    assert ran(planted, [AMPLAB, "bench", suite, "--rounds", "1"]) == ""
