@@ -18,6 +18,7 @@ from pathlib import Path
 import torch
 
 from amplab import __version__
+from amplab.amp.run_state.file_format import write_atomically
 from amplab.diagnose import Finding, Findings
 from amplab.diagnose.finding_html import finding_html
 from amplab.display.html import Markup, dtype_chips, figures, html_table, markup, name, page
@@ -83,7 +84,7 @@ def report(
         raise TypeError(f"report({run!r}): expected a Trainer, a Watch, or a Run from load_run.")
     text = report_html(run, trace, source_lines=source_lines)
     target = free_path(Path(path))
-    target.write_text(text, encoding="utf-8")
+    write_atomically(target, lambda file: file.write(text.encode()))
     return target
 
 

@@ -130,8 +130,8 @@ def check_writable(path: str | PathLike[str], argument: str, advice: str) -> Non
     folder = path.parent if path.suffix == ".jsonl" and not path.is_dir() else path
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=folder):
-            pass
+        with tempfile.TemporaryFile(dir=folder, buffering=0) as file:
+            file.write(b"\n")  # a full disk makes empty files
     except OSError as error:
         raise ValueError(
             f"{argument}{path}: cannot write there ({error.strerror or error}); expected a writable folder or .jsonl "
@@ -173,8 +173,17 @@ class RunLog:
         is_held = is_rank_log(path) and hold(self._file.fileno())
         if is_continued:
             return
+        try:
+            self._write_header(config, rank, is_held=is_held)
+        except BaseException:
+            with suppress(OSError):  # what could not be written
+                self._file.close()
+            path.unlink(missing_ok=True)
+            raise
+
+    def _write_header(self, config: ExperimentConfig | WatchedRun, rank: Rank | None, *, is_held: bool) -> None:
         header = {"amplab_run": FORMAT, "amplab": __version__, "started": datetime.now(UTC).isoformat("T", "seconds")}
-        place = {} if rank is None else {**asdict(rank), "held": _held_by(path) if is_held else ["", 0]}
+        place = {} if rank is None else {**asdict(rank), "held": _held_by(self.path) if is_held else ["", 0]}
         self._write({**header, **place, "config": str(config), "columns": list(COLUMNS)})
         self.flush()
 
