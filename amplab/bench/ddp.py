@@ -188,6 +188,7 @@ def _timed(exchange: Exchange, rounds: int) -> Times:
     alone, ours, wrapped = (_Given(exchange.tensors, exchange.elements) for _ in range(3))
     theirs = DistributedDataParallel(wrapped)
     reducer = CombinedReducer()
+    reducer.prepare(ours.list)
 
     def average() -> None:
         reducer.follow(ours.list)

@@ -6,18 +6,20 @@ other findings it replaces is written here, once:
     finding("window-too-short", api=run.api, evidence={...}, new_window="1000")
 
 `CATALOGUE` is that table; `python -c "from amplab.diagnose import CATALOGUE; print(CATALOGUE)"` prints it. Fields in
-braces are filled in by `str.format`, from the evidence and from what the rule adds. Where the code of a remedy depends
-on the op, the rule passes it as the field `code`; it comes from `remedies.float32`.
+braces are filled in as by `str.format`, from the evidence and from what the rule adds; `{share:percent}` is a share.
+Where the code of a remedy depends on the op, the rule passes it as the field `code`; it comes from `remedies.float32`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from string import Formatter
 from typing import Any, NamedTuple
 
 from amplab.diagnose.finding import Certainty, Finding, Number, Severity
 from amplab.diagnose.remedies.api_styles import Api, PerApi, by_casting, by_scaling
+from amplab.display.numbers import percent
 
 __all__ = ["CATALOGUE", "Case", "Catalogue", "CatalogueEntry", "finding"]
 
@@ -166,13 +168,23 @@ def finding(
         raise ValueError(f"severity={chosen!r}: expected one of {', '.join(entry.severities)} for {name}.")
     known = {"op": op, "module": module, "tensor": tensor, "line": line, **(evidence or {}), **fields}
     symptom, cause, remedy = (
-        said.format_map(known) if isinstance(said, str) else said.text(api or Api(), known)
+        _SENTENCES.vformat(said, (), known) if isinstance(said, str) else said.text(api or Api(), known)
         for said in entry.texts(case)
     )
     return Finding(
         name, chosen, symptom, cause, remedy, certainty,
         op=op, module=module, tensor=tensor, line=line, evidence=evidence or {},
     )  # fmt: skip
+
+
+class _Sentences(Formatter):
+    """Writes a field as `str.format` does, and a share as `{share:percent}`."""
+
+    def format_field(self, value: Any, format_spec: str) -> str:
+        return percent(value) if format_spec == "percent" else str(super().format_field(value, format_spec))
+
+
+_SENTENCES = _Sentences()
 
 
 # -- remedies that several findings share ------------------------------------------------------------------------------
@@ -387,7 +399,7 @@ _RUN = (
         ("warning",),
         {
             "": Case(
-                "{underflow:.0%} of the gradient elements are 0 in float16 at a loss scale of {scale}.",
+                "{underflow:percent} of the gradient elements are 0 in float16 at a loss scale of {scale}.",
                 "The loss scale was {highest} before, and doubles only once in {window} clean steps.",
                 _WINDOW,
             )
@@ -741,8 +753,8 @@ _GRADIENTS = (
         ("warning",),
         {
             "": Case(
-                "{share:.0%} of the elements of {tensor} that backward made non-zero are 0 at the step, and float16 "
-                "holds every value that is left.",
+                "{share:percent} of the elements of {tensor} that backward made non-zero are 0 at the step, and "
+                "float16 holds every value that is left.",
                 "The gradients were rounded to float16 after they had been divided by the loss scale, {scale}. Values "
                 "below 2^-25 become 0, which the loss scale is there to prevent.",
                 by_scaling(
@@ -852,7 +864,7 @@ _PARAMETERS = (
         ("warning",),
         {
             "": Case(
-                "{share:.0%} of the {dtype} weights that optimizer {optimizer} updates do not change.",
+                "{share:percent} of the {dtype} weights that optimizer {optimizer} updates do not change.",
                 "{dtype} has {bits} significant bits. An update smaller than half of the last bit of a weight is "
                 "rounded away; in float32 such updates add up.",
                 'model, optimizer = amp.initialize(model.float(), optimizer, opt_level="O2")  # float32 masters\n'
@@ -883,8 +895,8 @@ _PARAMETERS = (
         ("warning",),
         {
             "": Case(
-                "{share:.0%} of the elements of the {dtype} average of {tensor} that this step should change do not "
-                "change.",
+                "{share:percent} of the elements of the {dtype} average of {tensor} that this step should change do "
+                "not change.",
                 "An average moves by (1 - decay) of its distance to the weights. In {dtype} that is rounded away where "
                 "it is smaller than half of the last bit, so the average stands still.",
                 "average = copy.deepcopy(model).float()  # kept in float32; where it is used, round a copy of it",
@@ -1458,7 +1470,7 @@ _VALUES = (
         ("warning", "note", "error"),
         {
             "": Case(
-                "{share:.0%} of the non-zero gradient elements are 0 in float16 at a loss scale of {scale}.",
+                "{share:percent} of the non-zero gradient elements are 0 in float16 at a loss scale of {scale}.",
                 "Even scaled they are not larger than 2^-25, which rounds to 0.",
                 _DYNAMIC_SCALE,
             ),
@@ -1493,7 +1505,7 @@ _SPEED = (
         ("note",),
         {
             "": Case(
-                "{share:.0%} of the 16-bit multiply-adds are in products with a size that is not a multiple of 8.",
+                "{share:percent} of the 16-bit multiply-adds are in products with a size that is not a multiple of 8.",
                 "Tensor cores read eight 16-bit numbers at a time; other shapes are padded or do not use tensor cores.",
                 "# pad the vocabulary, the batch or the width: size = -(-size // 8) * 8",
             )
@@ -1517,7 +1529,7 @@ _SPEED = (
         ("note",),
         {
             "": Case(
-                "Casts move {cast_bytes:,} bytes, {share:.0%} of what the ops move.",
+                "Casts move {cast_bytes:,} bytes, {share:percent} of what the ops move.",
                 "Each change of dtype reads and writes the whole tensor; half weights (O2) need fewer casts.",
                 by_casting(
                     'model, optimizer = amp.initialize(model, optimizer, opt_level="O2")',

@@ -11,7 +11,7 @@ The text has at most two significant digits, so that it is the same on every CPU
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
 from itertools import pairwise
@@ -21,6 +21,7 @@ from amplab.display.axes import LEGEND_LINE, Area, curve_style, legend
 from amplab.display.drawings import range_edges
 from amplab.display.html import Markup, page, with_still
 from amplab.display.numbers import binary_power, power, raised_power
+from amplab.display.palette import PALETTE
 
 if TYPE_CHECKING:
     import numpy as np
@@ -297,7 +298,14 @@ def scale_drawing(curves: Mapping[str, Sequence[float] | np.ndarray]) -> Markup:
 _BAR, _APART = 22, 8  # height of a bar, space to the next
 
 
-def bar_chart(values: Mapping[str, float], *, unit: str = "", label: str = "", whole: float | None = None) -> Chart:
+def bar_chart(
+    values: Mapping[str, float],
+    *,
+    unit: str = "",
+    label: str = "",
+    whole: float | None = None,
+    muted: Container[str] = (),
+) -> Chart:
     """Draw one horizontal bar for each name, from zero.
 
     >>> bar_chart({"O0": 1.0, "O1": 0.52}, unit="MB", label="memory of the model")
@@ -308,6 +316,8 @@ def bar_chart(values: Mapping[str, float], *, unit: str = "", label: str = "", w
         unit: written after each number.
         label: what the numbers are.
         whole: the number of a bar of full length, so that drawings can be compared; None: the largest value.
+        muted: names whose bars are gray, such as those of before a change. The names must tell it too: color is never
+            the only difference.
 
     Raises:
         ValueError: there is no value.
@@ -322,19 +332,21 @@ def bar_chart(values: Mapping[str, float], *, unit: str = "", label: str = "", w
     parts = [_title(label)] if label else []
     for place, (name, value) in enumerate(values.items()):
         wide = round(room * value / largest, 1) if 0 < value < math.inf else 0.0
-        parts += _bar(name, said[name], left=round(left, 1), top=top + place * (_BAR + _APART), wide=wide)
+        color = "curve-7" if name in muted else "accent"
+        parts += _bar(name, said[name], left=round(left, 1), top=top + place * (_BAR + _APART), wide=wide, color=color)
     text = (f"{label}: " if label else "") + ", ".join(f"{name} {words}" for name, words in said.items())
     height = top + len(values) * (_BAR + _APART)
     area = Area(first=0, last=1, low=0, high=1, height=height)
     return Chart(area.svg(parts, text), text)
 
 
-def _bar(name: str, said: str, *, left: float, top: int, wide: float) -> Iterator[str]:
+def _bar(name: str, said: str, *, left: float, top: int, wide: float, color: str) -> Iterator[str]:
+    plain = PALETTE[color][0]  # where no style sheet sets the color of the theme
     line = top + _BAR // 2 + 4
     yield f'<text x="{left - 8:.1f}" y="{line}" text-anchor="end">{escape(name)}</text>'
     yield (
-        f'<rect x="{left}" y="{top}" width="{wide}" height="{_BAR}" rx="2" fill="#0b6bb8" '
-        'style="fill:var(--amp-accent, #0b6bb8)"/>'
+        f'<rect x="{left}" y="{top}" width="{wide}" height="{_BAR}" rx="2" fill="{plain}" '
+        f'style="fill:var(--amp-{color}, {plain})"/>'
     )
     yield f'<text x="{left + wide + 7:.1f}" y="{line}">{escape(said)}</text>'
 

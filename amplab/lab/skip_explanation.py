@@ -25,7 +25,7 @@ import torch
 
 from amplab.diagnose import FirstNonfinite, finding_of
 from amplab.diagnose.rules.out_of_float32 import large_batch
-from amplab.display.numbers import binary_power, count, power, short_text
+from amplab.display.numbers import count, power, short_text
 
 __all__ = ["SKIP_KINDS", "ExplanationBudget", "SkipExplanation", "SkipKind", "explained"]
 
@@ -231,16 +231,11 @@ def _subject(found: FirstNonfinite) -> str:
     where = f"{record.op} in {record.module}" if record.module else f"{record.op} outside of the modules"
     if record.phase == "forward":
         return f"{name}, cast to {_dtype(found)}," if name else f"{where} (forward)"
-    times = f"× {_scale(found.setting.loss_scale)}"
+    times = f"× {power(found.setting.loss_scale, raised=True)}"
     if len(found.chain) == 1 and found.result != "loss":
         return f"{found.result.removeprefix('gradient of ')}: the gradient {times}"
     reader = next((each.module for each in found.chain[1:] if each.module), "") if record.is_cast else ""
     return f"{reader}: the gradient of its output {times}" if reader else f"{where}: the gradient {times}"
-
-
-def _scale(value: float) -> str:
-    mantissa, exponent = math.frexp(value)
-    return binary_power(exponent - 1) if mantissa == 0.5 else f"{value:g}"
 
 
 def _dtype(found: FirstNonfinite) -> str:

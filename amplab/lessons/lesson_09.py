@@ -15,6 +15,7 @@ from torch.optim import Adam, Optimizer
 
 from amplab.amp import Session
 from amplab.display.html import page
+from amplab.display.numbers import power
 from amplab.display.table import Table
 from amplab.lab import load_task
 from amplab.lab.tasks.gan import Discriminator, GanBatch, Generator
@@ -127,14 +128,14 @@ class Iteration:
     def __repr__(self) -> str:
         """Return the result in one line."""
         done = ["steps" if stepped else "is skipped" for stepped in self.stepped]
-        scales = ", ".join(f"{before:.0f} → {after:.0f}" for before, after in self.scales)
+        scales = ", ".join(f"{power(before)} → {power(after)}" for before, after in self.scales)
         return f"overflow: {self.overflows}; discriminator {done[0]}, generator {done[1]}; scales {scales}"
 
     def _repr_html_(self) -> str:
         lines = []
         for place, name in enumerate(LOSSES):
-            before, after = self.scales[place % len(self.scales)]
-            scale = f"{before:.0f} → {after:.0f}" if after != before else f"{before:.0f}"
+            before, after = (power(scale, raised=True) for scale in self.scales[place % len(self.scales)])
+            scale = f"{before} → {after}" if after != before else before
             found = "inf" if name == self.overflows else "finite"
             step = "steps" if self.stepped[OPTIMIZER_OF[place]] else "is skipped"
             owner = _OWNERS[OPTIMIZER_OF[place]]

@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 from amplab.amp import ScaleRecord, Session
 from amplab.display.charts import bar_chart
 from amplab.display.html import page
-from amplab.display.numbers import count, percent
+from amplab.display.numbers import count, percent, power
 from amplab.lab import load_task
 from amplab.lessons.exercises import exercise
 from amplab.views import Choice, Explorable, Slider
@@ -89,14 +89,19 @@ class Accumulated:
 
     def __repr__(self) -> str:
         """Return the result in one line."""
-        return (
-            f"{self.norm / self.true_norm:.2g} times the true norm, difference {percent(self.difference)}, "
-            f"{count(self.counted, 'clean backward')}, next loss scale {self.scale:.0f}"
-        )
+        return self._sentence(power(self.scale))
 
     def _repr_html_(self) -> str:
         bars = {"whole batch in float32": self.true_norm, "accumulated": self.norm}
-        return page(f"{self!r}", bar_chart(bars, label="norm of the gradients").html())
+        return page(
+            self._sentence(power(self.scale, raised=True)), bar_chart(bars, label="norm of the gradients").html()
+        )
+
+    def _sentence(self, scale: str) -> str:
+        return (
+            f"{self.norm / self.true_norm:.2g} times the true norm, difference {percent(self.difference)}, "
+            f"{count(self.counted, 'clean backward')}, next loss scale {scale}"
+        )
 
 
 @lru_cache(maxsize=1)

@@ -12,8 +12,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.utils.weak import WeakTensorKeyDictionary
 
-from amplab.parallel.agreement import first_rank, refuse_disagreement
+from amplab.parallel.agreement import explained_absence, first_rank, refuse_disagreement
 from amplab.parallel.combined_reducer import CombinedReducer
 from amplab.parallel.distributed import flat_dist_call
 from amplab.parallel.ranks import is_alone
@@ -30,7 +31,8 @@ class CombinedDDP:
         settings: what else must be equal on all ranks: values as text, by name.
         group: the ranks; None for all.
 
-    What changes after the start is not compared, such as a learning rate or a loss scale that one rank alone loads.
+    Of what changes after the start the ranks compare the parameters whose gradients they average, the values of new
+    ones, and the loss scale; not, for example, a learning rate that one rank alone loads.
 
     Raises:
         RuntimeError: no process group, or models or settings that differ between ranks.
@@ -63,7 +65,7 @@ class CombinedDDP:
         ]
         common = {**(settings or {}), "ddp_replica_count": str(replica_count)}
         refuse_disagreement("models", named, group, settings=common)
-        self._names = {id(tensor): name for name, tensor in named}
+        self._names = WeakTensorKeyDictionary({tensor: name for name, tensor in named})
         self._broadcast([tensor for _, tensor in named])
 
     def reducer(self) -> CombinedReducer:
@@ -71,7 +73,7 @@ class CombinedDDP:
         reducer = CombinedReducer(
             self._replica_count,
             group=self._group,
-            name=lambda param: self._names.get(id(param), "a parameter of no initialized model"),
+            name=self._names.get,
             is_alone=lambda: sum(each.is_awaiting for each in self._reducers) == 1,
         )
         self._reducers.add(reducer)
@@ -94,7 +96,8 @@ class CombinedDDP:
                 "gradients; call the model itself, or leave combine_ddp out."
             )
         if not is_alone():
-            self._broadcast(list(model.buffers()))
+            with explained_absence("send the buffers of rank 0"):
+                self._broadcast(list(model.buffers()))
 
     def _broadcast(self, tensors: list[Tensor]) -> None:
         # By .data, since the backward of an earlier forward may hold a buffer; in training it does not read its values.

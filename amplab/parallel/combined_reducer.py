@@ -2,26 +2,30 @@
 
     flat buffer   [ part | flag | part | flag | … ]       cut into buckets, never inside a part
     send          part <- gradient / world_size;  flag <- 1 if this rank has the gradient;  all_reduce(bucket)
-    finish        wait; the parts become the gradients
+    finish        wait; the parts become the gradients; if a rank has left a note, all ranks compare what they have
 
 The flags are in the padding between the parts and travel with the gradients: a parameter that only some ranks reached
 gets the average in which the others count as zero, and one that no rank reached keeps None. Inf and NaN survive the
 sum, so that every rank finds the same found_inf without a message of its own.
+
+A rank whose parameters or settings are no longer those that all agreed on cannot know whether the others have changed,
+too. It sends the buckets as they were agreed on, with a note in the padding of each. The sum brings the note to every
+rank, and all then compare what they have: either they agree on new buckets, or each raises the same error.
 
 The first backward records the order in which gradients arrive; rank 0's order decides in which order every rank sends
 the buckets. From then on the last parameter of each bucket starts it. `CombinedDDP` prepares the models and checks that
 all ranks agree; what calls `CombinedReducer` is in ``amp/apex/hooked_optimizer.py``.
 """
 
-from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from amplab.kernels import GradientPlaces, Whereabouts, unscale_copy
-from amplab.parallel.agreement import first_rank, refuse_disagreement
+from amplab.parallel.agreement import explained_absence, first_rank, refuse_disagreement
 from amplab.parallel.ranks import is_alone
 from amplab.scalers import FlatGradients
 from amplab.scalers.flat_buffer import FlatBuffer
@@ -59,6 +63,18 @@ def bucket_ends(ends: Sequence[int], itemsize: int, replica_count: int) -> list[
     return cuts if cuts and cuts[-1] == len(ends) else [*cuts, len(ends)]
 
 
+class _Notes(NamedTuple):
+    """What a rank tells the others in a bucket.
+
+    Attributes:
+        of_params: its parameters are others than those that were agreed on.
+        of_values: its settings are others, or it has a gradient that cannot be averaged.
+    """
+
+    of_params: bool
+    of_values: bool
+
+
 class Bucket:
     """A slice of a flat buffer that is all-reduced as one tensor.
 
@@ -80,6 +96,7 @@ class Bucket:
         starts = [start, *buffer.ends[first : last - 1]]
         flags = [begin - start + param.numel() for begin, param in zip(starts, self.params, strict=True)]
         self._flags = torch.tensor(flags, device=buffer.tensor.device)
+        self._notes = self.tensor[flags[0] + 1 : flags[0] + 3]  # the padding of a part has 32 elements
         lent = [buffer.lent(index) for index in range(first, last)]
         self._places = GradientPlaces(self.params, self.tensor, [begin - start for begin in starts], lent)
         self._all_here = False
@@ -103,6 +120,22 @@ class Bucket:
             ):
                 return param
         return None
+
+    @torch.no_grad()
+    def leave_notes(self, notes: _Notes) -> None:
+        """Send notes with the gradients. Sync: none."""
+        for place, note in enumerate(notes):
+            self._notes[place] = float(note)
+
+    def read_notes(self) -> _Notes:
+        """Return the notes of all ranks after the exchange. Sync: one."""
+        return _Notes(*(note > 0 for note in self._notes.tolist()))
+
+    @torch.no_grad()
+    def fill_with_zeros(self) -> None:
+        """Send no gradient of this rank; each stays where it is. Sync: none."""
+        self.tensor.zero_()
+        self._all_here = False
 
     @torch.no_grad()
     def fill(self, factor: Tensor) -> None:
@@ -138,6 +171,7 @@ class Bucket:
             reached = (self.tensor[self._flags] > 0).tolist()
             indices = [index for index, is_reached in zip(indices, reached, strict=True) if is_reached]
         self.tensor.index_fill_(0, self._flags, 0.0)
+        self._notes.zero_()
         if not (self._all_here and self._places.lend()):
             self._buffer.lend(indices)
 
@@ -147,7 +181,8 @@ class CombinedReducer:
 
     ::
 
-        reducer.follow(params, halves)   before a backward
+        reducer.prepare(params, halves)  once, on every rank
+        reducer.follow(params, halves)   before a backward; they may be others than before
         reducer.begin()                  send each bucket as soon as the backward has filled it
         loss.backward()
         reducer.finish()                 param.grad <- sum over ranks (param.grad / world_size), in the flat buffers
@@ -157,7 +192,8 @@ class CombinedReducer:
     Args:
         replica_count: the number of buckets to cut each flat buffer into; see `bucket_ends`.
         group: the ranks; None for all.
-        name: returns the name of a parameter for messages.
+        name: returns the name of a parameter, all of whose values are equal on all ranks; None for any other, whose
+            values are then compared.
         is_alone: whether no other reducer takes part in the current backward; only then buckets are sent early, since
             every rank has to send all buckets in one order.
 
@@ -169,12 +205,17 @@ class CombinedReducer:
         replica_count: int = 4,
         *,
         group: dist.ProcessGroup | None = None,
-        name: Callable[[Tensor], str] = lambda _param: "a parameter",
+        name: Callable[[Tensor], str | None] = lambda _param: "a parameter",
         is_alone: Callable[[], bool] = lambda: True,
     ) -> None:
-        self._replica_count, self._group, self._name, self._is_alone = replica_count, group, name, is_alone
+        self._replica_count, self._group, self._known_name, self._is_alone = replica_count, group, name, is_alone
         self.flats: tuple[FlatGradients, ...] = ()
-        self._listed: list[list[Tensor]] = []
+        self._listed: list[list[Tensor]] = []  # those of the plan
+        self._wanted: list[list[Tensor]] = []  # those of the backward
+        self._agreed: dict[str, str] = {}  # settings
+        self._settings: dict[str, str] = {}
+        self._notes = _Notes(False, False)
+        self._misfits: list[str] = []
         self._buffers: tuple[FlatBuffer, ...] = ()
         self._buckets: list[Bucket] = []
         self._handles: list[Any] = []
@@ -197,20 +238,8 @@ class CombinedReducer:
         """The flat buffers ``(elements,)``."""
         return tuple(buffer.tensor for buffer in self._buffers)
 
-    def follow(self, *params: Iterable[Tensor]) -> None:
-        """Expect gradients of these parameters, as `prepare`, in a backward that follows.
-
-        Raises:
-            RuntimeError: as `prepare` and `refuse_strays`.
-
-        Sync: as `prepare`.
-        """
-        self.refuse_strays()
-        self.prepare(*params)
-        self._awaited = True
-
     def prepare(self, *params: Iterable[Tensor]) -> None:
-        """Make the flat buffers and cut them into buckets, if the parameters are new or others than before.
+        """Agree with the other ranks on the parameters, make the flat buffers and cut them into buckets.
 
         Args:
             params: one list for each of `flats`.
@@ -218,51 +247,98 @@ class CombinedReducer:
         Raises:
             RuntimeError: the parameters that require a gradient differ between ranks, or one of them is complex.
 
-        Sync: waits for every rank if the parameters are new; else none.
+        Sync: waits for every rank.
         """
-        listed = [list(each) for each in params]
-        known = len(listed) == len(self._listed) and all(map(_same, listed, self._listed))
-        if not known or any(param.requires_grad for flat in self.flats for param in flat.outside):
-            self._listed = listed
-            self.flats = tuple(FlatGradients(each, reserve=True) for each in listed)
-        buffers = tuple(buffer for flat in self.flats for buffer in flat.flat_buffers)
-        if len(buffers) != len(self._buffers) or not all(map(_is, buffers, self._buffers)):
-            self._buffers = buffers
-            self._plan()
+        self._wanted = [list(each) for each in params]
+        self._compare()
+        self._plan()
 
-    def begin(self) -> None:
-        """Send each bucket as soon as it is full, until `finish`; nothing if this rank runs alone. Sync: none."""
-        if is_alone():
+    def follow(self, *params: Iterable[Tensor]) -> None:
+        """Expect gradients of these parameters in a backward that follows.
+
+        If they are others than before, the ranks agree on them in `finish`.
+
+        Raises:
+            RuntimeError: as `refuse_strays`.
+
+        Sync: none.
+        """
+        self.refuse_strays()
+        self._wanted = [list(each) for each in params]
+        known = len(self._wanted) == len(self._listed) and all(map(_same, self._wanted, self._listed))
+        unfrozen = any(param.requires_grad for flat in self.flats for param in flat.outside)
+        rebuilt = not _same(_buffers_of(self.flats), self._buffers)
+        self._notes = _Notes(not known or unfrozen or rebuilt, False)
+        self._awaited = True
+
+    def begin(self, settings: Mapping[str, str] | None = None, *, early: bool = True) -> None:
+        """Send each bucket as soon as it is full, until `finish`; nothing if this rank runs alone. Sync: none.
+
+        Args:
+            settings: what must be equal on all ranks: values as text, by name. Those that have changed since ranks
+                compared them are compared in `finish`.
+            early: send in the backward; False: leave everything to `finish`.
+        """
+        self._settings = dict(settings or {})
+        differ = any(self._agreed.get(name) != value for name, value in self._settings.items())
+        self._notes = self._notes._replace(of_values=differ)
+        if is_alone() or not early:
             return
         self._sending = True
-        self._recorded = self._arrived is not None
+        if self._arrived is not None:
+            self._arrived, self._recorded = [], True
 
     def finish(self) -> None:
         """Send what has not been sent, wait, and make the averages the gradients.
 
         Raises:
-            RuntimeError: a gradient was written after its bucket had been sent; a sparse gradient, or one of another
-                dtype or shape than its parameter; or what torch.distributed raises if another rank has died.
+            RuntimeError: on every rank: the parameters or the settings of `begin` differ between ranks; a gradient of
+                one is sparse, or of another dtype or shape than its parameter; a rank does not take part. On this rank:
+                a gradient was written after its bucket had been sent.
 
-        Sync: as `torch.distributed.Work.wait`; one more if this rank has not reached every parameter.
+        Sync: as `torch.distributed.Work.wait`; one for each bucket; one more if this rank has not reached every
+        parameter.
         """
+        notes = self._exchange(self._buckets)
+        if any(notes):
+            self._compare()
+        if notes.of_params:
+            self._notes = _Notes(False, False)
+            self._exchange_added()
+            self._plan()
+        elif self._arrived is not None and self._recorded:
+            self._schedule(self._arrived)
+        self._end()
+
+    def _exchange(self, buckets: Sequence[Bucket]) -> _Notes:
+        """Send the buckets that have not been sent, wait for all, and return the notes of all ranks."""
         sent = len(self._works)
-        for bucket in self._buckets[sent:]:
+        for bucket in buckets[sent:]:
             self._send(bucket)
-        for work in self._works:
-            work.wait()
-        for bucket in self._buckets[:sent]:
+        notes = _Notes(False, False) if is_alone() else self._await(buckets)
+        for bucket in () if self._misfits else buckets[:sent]:
             late = next((param for param in bucket.params if param.grad is not None), None)
             if late is not None:
                 raise RuntimeError(
                     f"{self._name(late)} got another gradient after its first one had been averaged over the ranks: "
                     "run one backward in each block of scale_loss, and checkpoint with use_reentrant=False."
                 )
-        for bucket in self._buckets:
+        for bucket in buckets:
             bucket.lend()
-        self._end()
-        if self._arrived is not None and self._recorded:
-            self._schedule(self._arrived)
+        self._works = []
+        return notes
+
+    def _await(self, buckets: Sequence[Bucket]) -> _Notes:
+        """Wait for what was sent; return the notes of all ranks. Without buckets they are a message of their own."""
+        with explained_absence("average gradients"):
+            if not buckets:
+                device = next((param.device for listed in self._listed for param in listed), None)
+                own = torch.tensor([float(note) for note in self._notes], device=device)
+                dist.all_reduce(own, group=self._group)
+                return _Notes(*(note > 0 for note in own.tolist()))
+            for work in self._works:
+                work.wait()
+        return _Notes(*map(any, zip(*(bucket.read_notes() for bucket in buckets), strict=True)))
 
     def keep_local(self) -> None:
         """End a backward whose gradients stay as they are, for a later `finish` to average with others."""
@@ -286,18 +362,30 @@ class CombinedReducer:
 
     def _end(self) -> None:
         self._awaited, self._sending, self._ready, self._works = False, False, set(), []
+        self._notes, self._misfits, self._recorded = _Notes(False, False), [], False
 
     def _send(self, bucket: Bucket) -> None:
-        if (misfit := bucket.misfit()) is not None:
+        misfit, notes = bucket.misfit(), self._notes
+        if misfit is not None and is_alone():
             raise RuntimeError(self._describe_misfit(misfit))
         device = bucket.tensor.device
         if is_alone():
             bucket.fill(torch.ones(1, device=device))
             return
-        if device not in self._factor:
-            self._factor[device] = torch.tensor([1.0 / dist.get_world_size(self._group)], device=device)
-        bucket.fill(self._factor[device])
-        self._works.append(dist.all_reduce(bucket.tensor, group=self._group, async_op=True))
+        if misfit is not None:  # the other ranks wait for this bucket
+            self._misfits.append(self._describe_misfit(misfit))
+            bucket.fill_with_zeros()
+            notes = notes._replace(of_values=True)
+        else:
+            if device not in self._factor:
+                self._factor[device] = torch.tensor([1.0 / dist.get_world_size(self._group)], device=device)
+            bucket.fill(self._factor[device])
+        bucket.leave_notes(notes)
+        with explained_absence("average gradients"):
+            self._works.append(dist.all_reduce(bucket.tensor, group=self._group, async_op=True))
+
+    def _name(self, param: Tensor) -> str:
+        return self._known_name(param) or "a parameter of no initialized model"
 
     def _describe_misfit(self, param: Tensor) -> str:
         grad = param.grad
@@ -308,27 +396,63 @@ class CombinedReducer:
             "amp.initialize again after converting a model; for sparse gradients use DistributedDataParallel instead."
         )
 
+    # -- what the ranks agree on -------------------------------------------------------------------------
+
+    def _compare(self) -> None:
+        """Compare parameters and settings with the other ranks; raise on every rank if they differ."""
+        listed = [param for params in self._wanted for param in params if param.requires_grad]
+        problems = self._misfits + [
+            f"{self._name(param)} is {param.dtype}: combine_ddp=True averages the gradients of real parameters; use "
+            "DistributedDataParallel instead."
+            for param in listed
+            if param.is_complex()
+        ]
+        planned = set(map(id, self._all_params()))
+        refuse_disagreement(
+            "gradients",
+            [(self._name(param), param) for param in listed],
+            self._group,
+            with_values=[param for param in listed if id(param) not in planned and self._known_name(param) is None],
+            settings=self._settings,
+            problem=next(iter(problems), ""),
+        )
+        self._agreed |= self._settings
+
+    def _exchange_added(self) -> None:
+        """Average the gradients of the parameters that the old buckets lack. All ranks have the same ones now."""
+        planned = set(map(id, self._all_params()))
+        added = [param for params in self._wanted for param in params if id(param) not in planned]
+        if not any(param.requires_grad for param in added):
+            return
+        grads = [param.grad for param in added]
+        for param in added:
+            param.grad = None
+        flat = FlatGradients(added, reserve=True)  # in the dtypes of the parameters, whatever the gradients are
+        for param, grad in zip(added, grads, strict=True):
+            param.grad = grad
+        if any(self._exchange(self._cut(flat.flat_buffers))):
+            self._compare()
+
     # -- the order of the buckets ------------------------------------------------------------------------
 
     def _plan(self) -> None:
-        """Cut the buffers into buckets, and record the order of the next backward."""
-        listed = [(self._name(param), param) for buffer in self._buffers for param in buffer.params]
-        for name, param in listed:
-            if param.is_complex():
-                raise RuntimeError(
-                    f"{name} is {param.dtype}: combine_ddp=True averages the gradients of real parameters; use "
-                    "DistributedDataParallel instead."
-                )
-        refuse_disagreement("gradients", listed, self._group)
-        self._buckets = []
-        for buffer in self._buffers:
-            cuts = bucket_ends(buffer.ends, buffer.tensor.itemsize, self._replica_count)
-            self._buckets += [Bucket(buffer, first, last) for first, last in zip([0, *cuts], cuts, strict=False)]
+        """Make the buffers, cut them into buckets, and record the order of the next backward."""
+        self._listed = self._wanted
+        self.flats = tuple(FlatGradients(each, reserve=True) for each in self._listed)
+        self._buffers = _buffers_of(self.flats)
+        self._buckets = self._cut(self._buffers)
         self.release()
         self._early, self._recorded, self._arrived = False, False, []
         for position, param in enumerate(self._all_params()):
             if param.requires_grad:
                 self._handles.append(param.register_post_accumulate_grad_hook(self._recorder(position)))
+
+    def _cut(self, buffers: Iterable[FlatBuffer]) -> list[Bucket]:
+        buckets: list[Bucket] = []
+        for buffer in buffers:
+            cuts = bucket_ends(buffer.ends, buffer.tensor.itemsize, self._replica_count)
+            buckets += [Bucket(buffer, first, last) for first, last in zip([0, *cuts], cuts, strict=False)]
+        return buckets
 
     def _all_params(self) -> list[Tensor]:
         return [param for bucket in self._buckets for param in bucket.params]
@@ -344,11 +468,14 @@ class CombinedReducer:
     def _schedule(self, arrived: list[int]) -> None:
         """Order the buckets by rank 0's last arrival in each, and let the parameter that arrived last start it."""
         self._arrived = None
+        if not self._buckets:
+            return
         latest = torch.full((len(self._all_params()) + 1,), -1, dtype=torch.int64)
         latest[torch.tensor(arrived, dtype=torch.int64)] = torch.arange(len(arrived))
         latest[-1] = len(arrived) == len(set(arrived))  # a gradient that is written in several parts is sent at the end
         here = latest.to(self._buckets[0].tensor.device)
-        dist.broadcast(here, first_rank(self._group), group=self._group)
+        with explained_absence("agree on the order of the gradients"):
+            dist.broadcast(here, first_rank(self._group), group=self._group)
         *places, once = here.tolist()
         self.release()
         self._early = bool(once)
@@ -405,5 +532,9 @@ def _is(left: object, right: object) -> bool:
     return left is right
 
 
-def _same(left: list[Tensor], right: list[Tensor]) -> bool:
+def _buffers_of(flats: Iterable[FlatGradients]) -> tuple[FlatBuffer, ...]:
+    return tuple(buffer for flat in flats for buffer in flat.flat_buffers)
+
+
+def _same(left: Sequence[object], right: Sequence[object]) -> bool:
     return len(left) == len(right) and all(map(_is, left, right))

@@ -14,6 +14,7 @@ import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from amplab.display.numbers import power
 from amplab.lab import FIELDS, LIVE_FIELDS, ExperimentConfig, Trainer, field_named
 from amplab.lab.config import Change, ConfigField, SettingRefused
 from amplab.lab.levels import LEVELS, Level, explained, why_no_override
@@ -106,7 +107,7 @@ def _scale(config: ExperimentConfig) -> dict[str, object]:
     prescribed = config.level.properties.loss_scale
     return {
         "mode": "level" if config.loss_scale is None else "dynamic" if config.is_dynamic else "static",
-        "prescribed": prescribed if prescribed == "dynamic" else f"static {prescribed:g}",
+        "prescribed": prescribed if isinstance(prescribed, str) else f"static {power(prescribed, raised=True)}",
         "fixed": None if config.is_dynamic else float(config.effective_loss_scale),
         "first_fixed": STATIC_START,
     }

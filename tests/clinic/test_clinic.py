@@ -1,5 +1,6 @@
 """Every patient is told what it has, and the healthy twin that it has nothing."""
 
+import re
 import warnings
 
 import pytest
@@ -73,7 +74,7 @@ def test_the_remedy_of_the_attention_is_its_line_first_and_the_rule_for_its_modu
     ward = WARDS["attention logits"]
     line, _, rule = diagnosed(ward, SIZES[0], 0, broken=True)[0].remedy.partition("# or the whole module:\n")
     assert "self.query(x)" in line
-    assert "# costs: 99% of the 16-bit multiply-adds of a step move to float32" in rule
+    assert re.search(r"# costs: 9[89]\.\d % of the 16-bit multiply-adds of a step move to float32", rule)
     torch.manual_seed(0)
     patient = ward.admit(SIZES[0], 0, True)
     patient.amp.reset()

@@ -11,6 +11,7 @@ import torch
 from html_outline import outline
 
 from amplab.display.charts import bar_chart, exponent_chart, line_chart, scale_drawing
+from amplab.display.palette import PALETTE
 from amplab.formats import BFLOAT16, FLOAT8_E4M3, FLOAT16, exponent_histogram
 
 EVIL = '<b a="x">'
@@ -204,6 +205,13 @@ def test_bars_have_the_length_of_their_values() -> None:
     one, two, none = bars_of(bar_chart({"O0": 1.0, "O1": 0.5, "lost": 0.0}, unit="MB", label="memory"))
     assert two == pytest.approx(one / 2, abs=0.1)
     assert none == 0.0
+
+
+def test_muted_bars_have_another_color() -> None:
+    colors = re.findall(
+        r"<rect[^>]* fill=\"(#\w+)\"", bar_chart({"before": 1.0, "after": 2.0}, muted=["before"]).drawing
+    )
+    assert colors[:2] == [PALETTE["curve-7"][0], PALETTE["accent"][0]]
 
 
 def test_a_value_without_a_bar_has_its_text() -> None:

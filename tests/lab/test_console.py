@@ -29,7 +29,7 @@ def test_it_prints_the_config_the_skips_and_a_table(runs: Path):
     assert [(line[:16].strip(), line[16:]) for line in lines[-10:-6]] == [
         ("steps", f"30, {summary.skipped} skipped"),
         ("loss", f"{summary.loss:.4f}"),
-        ("accuracy", f"{summary.score:.1%} on held-out data"),
+        ("accuracy", f"{100 * summary.score:.1f} % on held-out data"),
         ("loss scale", f"2^{int(summary.loss_scale).bit_length() - 1} (dynamic)"),
     ]
     assert [line[:16].strip() for line in lines[-6:]] == [

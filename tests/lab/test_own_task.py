@@ -321,7 +321,7 @@ def test_a_held_out_score_has_the_name_of_its_function():
     trainer = Trainer(registered(Tagger(), TAGS, loss=F.cross_entropy, evaluate=word_accuracy))
     trainer.run(25)
     assert TASKS["own"].score.name == "word accuracy"
-    assert TASKS["own"].score.text(0.5) == "50.0%"
+    assert TASKS["own"].score.text(0.5) == "50.0 %"
     assert 0 <= trainer.history.last_score == trainer.score() <= 1
     trainer.stop()
 

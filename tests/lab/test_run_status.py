@@ -140,7 +140,7 @@ def test_a_score_no_better_than_chance_is_named_although_the_training_loss_fell(
     status = run_status(scored(falling(100), 0.111), measured=buffers)
     assert (status.kind, status.is_bad, status.has_learned) == ("evaluation", True, False)
     assert status.text == (
-        "Held-out accuracy 11.1%, no better than chance: norm1.running_var holds inf or NaN. The training loss fell "
+        "Held-out accuracy 11.1 %, no better than chance: norm1.running_var holds inf or NaN. The training loss fell "
         "from 2.3 to 0.936."
     )
     assert "no better than chance. The" in run_status(scored(falling(100), 0.111), measured=DIGITS).text
@@ -153,7 +153,7 @@ def test_a_run_whose_loss_hardly_fell_has_learned_if_its_score_is_better_than_ch
     slowly = [2.36 - 0.0005 * step for step in range(300)]
     status = run_status(scored(slowly, 0.336), measured=DIGITS)
     assert (status.kind, status.has_learned) == ("slow", True)
-    assert status.text.startswith("Learning slowly: held-out accuracy 33.6%, the loss is 2.22, and was 2.36;")
+    assert status.text.startswith("Learning slowly: held-out accuracy 33.6 %, the loss is 2.22, and was 2.36;")
     status = run_status(scored(slowly, 0.125), measured=DIGITS)
     assert (status.kind, status.has_learned) == ("stuck", False)
     assert run_status(scored(slowly[:30], 0.336), measured=DIGITS).has_learned is None

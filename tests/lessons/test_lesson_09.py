@@ -58,7 +58,7 @@ def test_the_explorer_names_who_is_skipped() -> None:
     explorer = lesson_09.skip_explorer()
     explorer.set(overflows=GENERATOR, num_losses=1)
     assert "generator is skipped" in repr(explorer)
-    assert explorer.payload["html"].count("65536 → 32768") == 3  # the one scale, shown for each loss
+    assert explorer.payload["html"].count("2¹⁶ → 2¹⁵") == 3  # the one scale, shown for each loss
 
 
 def test_one_scale_is_held_down_by_the_largest_gradients() -> None:

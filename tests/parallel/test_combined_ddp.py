@@ -13,6 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 from amplab import amp
 from amplab.parallel.combined_reducer import bucket_ends
+from amplab.parallel.ranks import on_this_rank_alone
 
 FEATURES = 16
 COMBINED = {"combine_grad": True, "combine_ddp": True}
@@ -321,6 +322,112 @@ def a_sparse_gradient(rank):
     return message_of(lambda: backward(session, optimizer, model(torch.tensor([rank])).sum()))
 
 
+# -- what changes after initialize ---------------------------------------------------------------------
+
+
+class Grown(nn.Module):
+    """A model whose second part joins the optimizer later. The ranks draw from different generators."""
+
+    def __init__(self, rank, *, equal_values):
+        super().__init__()
+        self.first = nn.Linear(FEATURES, FEATURES)
+        torch.manual_seed(0 if equal_values else rank)
+        self.second = nn.Linear(FEATURES, 4)
+
+    def forward(self, inputs):
+        return self.second(self.first(inputs))
+
+
+def grown(rank, *, added_on=(0, 1), equal_values=True, frozen=False):
+    """Train while a part joins after the first step; return the weights, and what each step said."""
+    torch.manual_seed(3)
+    model = Grown(rank, equal_values=equal_values)
+    first = nn.Sequential(model.first)
+    first.requires_grad_(not frozen)
+    optimizer = sgd(first.parameters())
+    session = amp.Session()
+    session.initialize(first, optimizer, opt_level="O0", loss_scale="dynamic", verbosity=0, **COMBINED)
+    said = []
+    for step in range(3):
+        if step == 1 and rank in added_on:
+            optimizer.add_param_group({"params": list(model.second.parameters())})
+            first.requires_grad_(True)
+        optimizer.zero_grad()
+        loss = model(batch_of(step, rank)).square().mean()
+        said.append(message_of(lambda loss=loss: backward(session, optimizer, loss)))
+        optimizer.step()
+    return model, said
+
+
+def a_group_that_joins_on_every_rank(rank):
+    model, said = grown(rank)
+    frozen, _ = grown(rank, frozen=True)
+    return set(said), same_on_all_ranks(model.parameters()), same_on_all_ranks(frozen.parameters())
+
+
+def a_group_that_joins_equals_ddp(rank):
+    """Joining is bitwise what DistributedDataParallel does that had the part from the start."""
+    model, _ = grown(rank)
+    torch.manual_seed(3)
+    theirs = Grown(rank, equal_values=True)
+    wrapped, optimizer = DistributedDataParallel(theirs), sgd(theirs.first.parameters())
+    for step in range(3):
+        if step == 1:
+            optimizer.add_param_group({"params": list(theirs.second.parameters())})
+        theirs.zero_grad()
+        wrapped(batch_of(step, rank)).square().mean().backward()
+        optimizer.step()
+    return equal(list(model.parameters()), list(theirs.parameters()))
+
+
+def a_group_that_joins_on_one_rank(rank):
+    return grown(rank, added_on=(1,))[1]
+
+
+def a_group_of_other_values(rank):
+    return grown(rank, equal_values=False)[1]
+
+
+def only_frozen_parameters(rank):
+    return [grown(rank, added_on=added, frozen=True)[1] for added in ((0, 1), (0,))]
+
+
+def another_scale_on_one_rank(rank):
+    """Load 128 on rank 1 in the middle; return the messages, and whether gradients survive. Then rank 0 loads it."""
+    model = make_model()
+    session, optimizer, called = prepared(model, "O1", **COMBINED, loss_scale="dynamic", dynamic_init_scale=1024.0)
+    backward(session, optimizer, called(batch_of(0, rank)).square().mean())
+    before = [param.grad.clone() for param in model.parameters()]
+    saved = {"loss_scaler0": {"loss_scale": 128.0, "unskipped": 0}}
+    said = []
+    for loads in (rank == 1, False, rank == 0):
+        if loads:
+            session.load_state_dict(saved)
+        said.append(message_of(lambda: backward(session, optimizer, called(batch_of(1, rank)).square().mean())))
+        if len(said) == 1:
+            said.append(equal(before, [param.grad for param in model.parameters()]))
+    return said
+
+
+def a_sparse_gradient_on_one_rank(rank):
+    """Rank 1 reaches the sparse embedding, rank 0 does not: both raise, and nothing waits."""
+    model = nn.ModuleDict({"table": nn.Embedding(8, 4, sparse=True), "head": nn.Linear(4, 1)})
+    session, optimizer, _ = prepared(model, **COMBINED)
+    inputs = model["table"](torch.tensor([1])) if rank == 1 else torch.ones(1, 4)
+    return message_of(lambda: backward(session, optimizer, model["head"](inputs).sum()))
+
+
+def alone_with_a_new_group(rank):
+    """One rank alone runs a backward after its optimizer has changed."""
+    model, more = make_model(), nn.Linear(FEATURES, 4)
+    session, optimizer, called = prepared(model, **COMBINED)
+    if rank == 0:
+        optimizer.add_param_group({"params": list(more.parameters())})
+        with on_this_rank_alone():
+            backward(session, optimizer, (called(batch_of(0, 0)) + more(batch_of(0, 0))).square().mean())
+    return rank == 1 or all(param.grad is not None for param in (*model.parameters(), *more.parameters()))
+
+
 CHECKS = {
     **{
         f"equals DDP at {level}": lambda rank, level=level: equals_ddp(rank, level)
@@ -343,6 +450,14 @@ CHECKS = {
             ddp_around,
             a_complex_parameter,
             a_sparse_gradient,
+            a_group_that_joins_on_every_rank,
+            a_group_that_joins_equals_ddp,
+            a_group_that_joins_on_one_rank,
+            a_group_of_other_values,
+            only_frozen_parameters,
+            another_scale_on_one_rank,
+            a_sparse_gradient_on_one_rank,
+            alone_with_a_new_group,
         )
     },
 }
@@ -457,6 +572,61 @@ def test_gradients_of_one_rank_alone_are_refused(found):
         for refused in (0, 1, 3, 4):
             assert re.match(r"RuntimeError: \d\..* has a gradient of this rank only", messages[refused])
         assert messages[2] == messages[5] == "nothing was raised"
+
+
+def test_parameters_that_join_the_optimizer_later_are_averaged(found):
+    assert found["a_group_that_joins_on_every_rank"] == (({"nothing was raised"}, True, True),) * 2
+    assert found["a_group_that_joins_equals_ddp"] == (True, True)
+    assert found["alone_with_a_new_group"] == (True, True)
+
+
+def test_parameters_that_join_on_one_rank_are_refused_on_every_rank(found):
+    for said in found["a_group_that_joins_on_one_rank"]:
+        assert said[0] == "nothing was raised"
+        for message in said[1:]:
+            assert re.match(r"RuntimeError: The gradients differ .*shape \(4, 16\) .* is on rank 1 only\.", message)
+    for on_both, on_one in found["only_frozen_parameters"]:
+        assert set(on_both) == {"nothing was raised"}
+        assert re.match(r"RuntimeError: The gradients differ .* on rank 0 only\.", on_one[1])
+
+
+def test_parameters_that_join_with_other_values_are_refused_on_every_rank(found):
+    for said in found["a_group_of_other_values"]:
+        assert re.match(r"RuntimeError: The gradients differ .*shape \(4, 16\).* with values of checksum", said[1])
+
+
+def test_a_loss_scale_that_one_rank_loads_is_refused_until_all_have_it(found):
+    begin = (
+        r"RuntimeError: .* differ between ranks: the loss scale of loss_id 0 is 1024\.0 on rank 0 and 128\.0 on rank 1"
+    )
+    for first, is_restored, second, third in found["another_scale_on_one_rank"]:
+        assert re.match(begin, first)
+        assert re.match(begin, second)
+        assert is_restored
+        assert third == "nothing was raised"
+
+
+def test_a_gradient_that_one_rank_cannot_average_is_refused_on_every_rank(found):
+    first, second = found["a_sparse_gradient_on_one_rank"]
+    assert first == second
+    assert re.match(r"RuntimeError: table\.weight has a gradient of torch\.sparse_coo.*Found on rank 1\.", first)
+
+
+def one_batch_more(rank):
+    """Rank 0 has one batch more than rank 1, which ends."""
+    model = make_model()
+    session, optimizer, called = prepared(model, **COMBINED)
+    said = []
+    for step in range(2 - rank):
+        said.append(message_of(lambda step=step: backward(session, optimizer, called(batch_of(step, rank)).sum())))
+        optimizer.zero_grad()
+    return said
+
+
+def test_a_rank_that_waits_for_one_that_has_ended_says_so():
+    (first, second), _ = run_ranks(one_batch_more)
+    assert first == "nothing was raised"
+    assert re.match(r"RuntimeError: This rank waited for the others to .*the same number of batches.*gloo", second)
 
 
 def test_four_ranks_train_as_one_on_the_joined_batch():

@@ -278,10 +278,14 @@ class HookedOptimizer:
                 "until a backward under set_requires_gradient_sync(True), and use one loss_id for all of them."
             )
 
-    def begin_averaging(self) -> None:
-        """Average gradients over ranks during the backward. If there are some kept scaled, after it, with their sum."""
-        if self._reducer is not None and self._scaled_by is None:
-            self._reducer.begin()
+    def begin_averaging(self, settings: Mapping[str, str]) -> None:
+        """Average gradients over ranks during the backward. If there are some kept scaled, after it, with their sum.
+
+        Args:
+            settings: what must be equal on all ranks: values as text, by name.
+        """
+        if self._reducer is not None:
+            self._reducer.begin(settings, early=self._scaled_by is None)
 
     def after_failed_backward(self) -> None:
         """Undo `before_backward`; gradients have been put back."""

@@ -302,7 +302,7 @@ class LossScaling:
             each.refuse_another_scale(scale)
         with ScaledBackward(hooked, scale) as backward:
             for each in () if delay_unscale else hooked:
-                each.begin_averaging()
+                each.begin_averaging({f"the loss scale of loss_id {loss_id}": f"{scale}"})
             yield loss.float() * scale
             if delay_unscale or self._hooks.await_average(hooked) or await_shards(hooked):
                 for each, aside in backward.aside:

@@ -202,8 +202,9 @@ class Session:
             check_combined_tensors: print a line whenever gradients had left those buffers, except after zero_grad.
             combine_ddp: average gradients over all ranks, in those buffers and during the backward, in place of
                 DistributedDataParallel. Parameters and buffers become those of rank 0. The level, the rule of the loss
-                scale and the optimizers' classes and settings must be equal on all ranks. They are compared here, not
-                later: a scheduler, `load_state_dict` and the state of an optimizer must do the same on every rank.
+                scale and the optimizers' classes and settings must be equal on all ranks. They are compared here;
+                later only parameters and loss scales are. A scheduler, and the optimizers' `load_state_dict`, must do
+                the same on every rank.
             ddp_replica_count: the number of buckets to cut each buffer into; see `bucket_ends`.
             policy: the lists and the compute dtype of O1; None for those of apex in float16. Its op_rules and
                 module_rules apply at every level, and what they compute keeps the dtype of the rule (see

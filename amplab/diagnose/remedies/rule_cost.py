@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable
 
-from amplab.display.numbers import count
+from amplab.display.numbers import count, percent
 from amplab.formats import LOW_PRECISION_DTYPES
 from amplab.trace import OpRecord, Trace
 
@@ -37,7 +37,7 @@ def _cost(trace: Trace, is_ruled: Callable[[OpRecord], bool]) -> str:
     total, moved = sum(size for size, _ in work), sum(size for size, ruled in work if ruled)
     if not moved:
         return "# costs little: no matrix product moves to float32"
-    return f"# costs: {moved / total:.0%} of the 16-bit multiply-adds of a step move to float32"
+    return f"# costs: {percent(moved / total)} of the 16-bit multiply-adds of a step move to float32"
 
 
 def is_half_product(record: OpRecord) -> bool:

@@ -25,6 +25,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from amplab.display.numbers import percent
+
 __all__ = [
     "ACCURACY",
     "MakeOptimizer",
@@ -69,13 +71,13 @@ class Score:
         """Return a value as text.
 
         >>> ACCURACY.text(0.9361), Score("perplexity").text(8.25), ACCURACY.text(None), ACCURACY.text(math.nan)
-        ('93.6%', '8.25', '–', 'NaN')
+        ('93.6 %', '8.25', '–', 'NaN')
         """
         if value is None:
             return "–"
         if math.isnan(value):
             return "NaN"
-        return f"{value:.1%}" if self.is_share else f"{value:.4g}"
+        return percent(value) if self.is_share else f"{value:.4g}"
 
 
 ACCURACY = Score("accuracy", higher_is_better=True, is_share=True)
