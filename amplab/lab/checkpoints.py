@@ -31,7 +31,7 @@ from amplab.lab.experiment import Experiment, read_saved
 from amplab.lab.log_lock import hold, is_held
 from amplab.lab.rank_exchange import RankExchange
 from amplab.lab.rank_logs import rank_log
-from amplab.lab.run_log import free_path, launch_of
+from amplab.lab.run_log import create_free, launch_of
 from amplab.parallel.ranks import Rank
 
 __all__ = ["EVERY_SECONDS", "KEPT", "Checkpoint", "Checkpoints", "checkpoint_of_launch", "last_checkpoint"]
@@ -92,10 +92,9 @@ class Checkpoint:
         experiment, extra = Experiment.load(self.path, exchange=exchange)
         if exchange is not None:
             return experiment, _begin_again(rank_log(self.path.parent, exchange.place.rank), self.step)
-        new = free_path(self.log)
-        with self.log.open("rb") as old, new.open("xb") as log:
+        with self.log.open("rb") as old, create_free(self.log, lambda free: free.open("xb")) as log:
             log.write(old.read(extra["log_bytes"]))
-        return experiment, new
+        return experiment, Path(log.name)
 
 
 class Checkpoints:

@@ -18,6 +18,8 @@ from pathlib import Path
 import torch
 
 from amplab import __version__
+from amplab.amp.run_state.file_format import write_atomically
+from amplab.amp.run_state.paths import given_path
 from amplab.diagnose import Finding, Findings
 from amplab.diagnose.finding_html import finding_html
 from amplab.display.html import Markup, dtype_chips, figures, html_table, markup, name, page
@@ -25,7 +27,7 @@ from amplab.display.numbers import count, power, size
 from amplab.display.run_drawings import run_chart
 from amplab.lab.config import ExperimentConfig
 from amplab.lab.history import History
-from amplab.lab.run_log import Run, free_path
+from amplab.lab.run_log import Run, create_free
 from amplab.lab.tasks import score_named
 from amplab.lab.trainer import Trainer
 from amplab.lab.watch import Watch
@@ -82,8 +84,13 @@ def report(
     if not isinstance(run, Trainer | Watch | Run):
         raise TypeError(f"report({run!r}): expected a Trainer, a Watch, or a Run from load_run.")
     text = report_html(run, trace, source_lines=source_lines)
-    target = free_path(Path(path))
-    target.write_text(text, encoding="utf-8")
+    with create_free(given_path(path), lambda free: free.open("xb")) as file:
+        target = Path(file.name)
+    try:
+        write_atomically(target, lambda file: file.write(text.encode()))
+    except BaseException:
+        target.unlink(missing_ok=True)
+        raise
     return target
 
 

@@ -11,12 +11,15 @@ was skipped, a histogram of the gradients, the bytes that training holds, a rest
 backwards had different ones; of one rank of several also its state, to compare the ranks, and "end", that the log was
 closed. Every line is valid JSON: NaN and inf are the words "nan", "inf" and "-inf", and a missing loss is null (up to
 format 2 it was "nan" too). Lines reach the operating system at least four times a second; a killed process loses less
-than that, and its last line may be cut off. A step takes about 95 bytes: a million steps are 95 MB, a histogram of the
-gradients adds 200 bytes and 50 for each parameter. `load_run` reads a million steps in about 5 seconds.
+than that, and its last line may be cut off. While a disk is full, up to `MOST_WAITING` lines wait in memory; what was
+written of them is removed before they are written again, so that no line in the middle is torn. A step takes about 95
+bytes: a million steps are 95 MB, a histogram of the gradients adds 200 bytes and 50 for each parameter. `load_run`
+reads a million steps in about 5 seconds.
 """
 
 from __future__ import annotations
 
+import errno
 import json
 import math
 import os
@@ -24,20 +27,22 @@ import platform
 import tempfile
 import time
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import asdict, dataclass, fields, replace
 from datetime import UTC, datetime
 from os import PathLike
 from pathlib import Path
-from typing import Any, BinaryIO, cast
+from typing import Any, BinaryIO, TypeVar, cast
 
 import numpy as np
 
 from amplab import __version__
 from amplab.amp import MemoryUse
+from amplab.amp.run_state.paths import given_path, short_name, special_kind, target_of
 from amplab.diagnose import Finding, Findings, WhatIf, WhatIfs, run_findings
 from amplab.diagnose.rules.ranks import RankEnd, rank_lost, ranks_findings
+from amplab.display.numbers import count
 from amplab.display.table import Table
 from amplab.display.text import visible
 from amplab.formats import ExponentHistogram
@@ -68,9 +73,12 @@ from amplab.scalers import ScaleRule
 __all__ = [
     "FLUSH_SECONDS",
     "FORMAT",
+    "MOST_WAITING",
+    "DiskFull",
     "Run",
     "RunLog",
     "check_writable",
+    "create_free",
     "free_path",
     "launch_of",
     "load_run",
@@ -88,15 +96,22 @@ _COLUMNS_OF = {1: _OLD_COLUMNS[:-1], 2: _OLD_COLUMNS, 3: _OLD_COLUMNS, FORMAT: l
 
 FLUSH_SECONDS = 0.2
 
+MOST_WAITING = 2**16
+"""Lines that wait in memory for space on a full disk: 6 MB of steps."""
+
+Created = TypeVar("Created")
+
 _encode = json.JSONEncoder(separators=(",", ":"), allow_nan=False, ensure_ascii=False).encode
 _LONGEST_HEADER = 65536
+_FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
+_RETRY_SECONDS = 1.0  # between two attempts to write to a full disk
 _BATCH = 2**15  # bytes that are parsed together: much more no longer fits into the caches of a core
 
 
 def runs_directory() -> Path:
     """Return the folder of run logs: $AMPLAB_RUNS, else ~/.amplab/runs."""
     named = os.environ.get("AMPLAB_RUNS")
-    return Path(named) if named else Path.home() / ".amplab" / "runs"
+    return given_path(named, "AMPLAB_RUNS") if named else Path.home() / ".amplab" / "runs"
 
 
 def new_path(directory: Path, config: ExperimentConfig | WatchedRun) -> Path:
@@ -105,17 +120,33 @@ def new_path(directory: Path, config: ExperimentConfig | WatchedRun) -> Path:
         what = f"{config.model}-{config.scaling}"
     else:
         what = f"{config.task}-{config.model}-{config.opt_level}"
-    name = f"{datetime.now():%Y%m%d-%H%M%S}-{what}.jsonl"
+    name = f"{datetime.now():%Y%m%d-%H%M%S}-{short_name(what, 200)}.jsonl"
     return free_path(directory / name)
 
 
 def free_path(path: Path) -> Path:
-    """Return `path`, or if it exists, the first of path-2, path-3, … that does not."""
+    """Return `path`, or if something has that name, the first of path-2, path-3, … that is free."""
     candidate, number = path, 1
-    while candidate.exists():
+    while os.path.lexists(candidate):
         number += 1
         candidate = path.with_stem(f"{path.stem}-{number}")
     return candidate
+
+
+def create_free(path: Path, create: Callable[[Path], Created]) -> Created:
+    """Return what `create` makes at `free_path(path)`, or at the next one if another process was faster.
+
+    Args:
+        path: the wanted path.
+        create: raises FileExistsError for a path that exists, as `open` with "x" does.
+    """
+    while True:
+        free = free_path(path)
+        try:
+            return create(free)
+        except FileExistsError:
+            if not os.path.lexists(free):
+                raise  # about something else
 
 
 def check_writable(path: str | PathLike[str], argument: str, advice: str) -> None:
@@ -126,9 +157,10 @@ def check_writable(path: str | PathLike[str], argument: str, advice: str) -> Non
         argument: the argument's name for the message, such as "log=".
         advice: the last sentence of the message.
     """
-    path = Path(path)
-    folder = path.parent if path.suffix == ".jsonl" and not path.is_dir() else path
     try:
+        wanted = given_path(path, argument.rstrip(" ="))
+        target = target_of(wanted) if os.path.islink(wanted) else wanted
+        folder = target.parent if target.suffix == ".jsonl" and not target.is_dir() else target
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=folder):
             pass
@@ -139,8 +171,16 @@ def check_writable(path: str | PathLike[str], argument: str, advice: str) -> Non
         ) from error
 
 
+class DiskFull(OSError):
+    """A run log cannot grow now; its lines wait in memory, and a later flush writes them."""
+
+
 class RunLog:
     """The log of one run, open for appending; it never overwrites another file. A forked process writes nothing to it.
+
+    Every method that writes raises an OSError if lines are lost: the log was deleted or shortened meanwhile, more than
+    `MOST_WAITING` lines wait for a full disk, the disk has another error. Before that, a full disk is a `DiskFull`,
+    once for each attempt to write.
 
     Args:
         path: A file that does not exist yet; its folder is created.
@@ -162,21 +202,23 @@ class RunLog:
     ) -> None:
         self.path = path
         self._process = os.getpid()
-        self._pending: list[StepRow] = []
+        self._pending: list[tuple[StepRow | None, str]] = []  # lines, those of steps with their row
         self._written: StepRow | None = None  # the last step in the file
-        self._unfinished_at: int | None = None  # where a flush has begun that did not end
+        self._is_torn = False  # whether a write has begun that did not end
+        self._retry = 0.0  # when a full disk is tried again
         path.parent.mkdir(parents=True, exist_ok=True)
-        # A file name that is no UTF-8, in the text of an exception, must not end the training.
-        self._file = path.open("a" if is_continued else "x", encoding="utf-8", errors="backslashreplace", newline="\n")
+        self._file = path.open("ab" if is_continued else "xb", buffering=0)
         self._closed_with_me = weakref.finalize(self, self._file.close)
         self._flushed = time.monotonic()
+        self._size = os.fstat(self._file.fileno()).st_size
         is_held = is_rank_log(path) and hold(self._file.fileno())
         if is_continued:
             return
         header = {"amplab_run": FORMAT, "amplab": __version__, "started": datetime.now(UTC).isoformat("T", "seconds")}
         place = {} if rank is None else {**asdict(rank), "held": _held_by(path) if is_held else ["", 0]}
-        self._write({**header, **place, "config": str(config), "columns": list(COLUMNS)})
-        self.flush()
+        self._add({**header, **place, "config": str(config), "columns": list(COLUMNS)})
+        with suppress(DiskFull):  # the next flush says so
+            self.flush()
 
     def append(self, record: StepRecord) -> None:
         """Add one step; it is written together with the next ones, within `FLUSH_SECONDS`."""
@@ -186,14 +228,15 @@ class RunLog:
         """Add one step as its values."""
         if self._is_forked():
             return
-        self._pending.append(row)
+        self._pending.append((row, _line(_entries(row))))
         if time.monotonic() - self._flushed > FLUSH_SECONDS:
             self.flush()
 
     def note(self, event: str, *, step: int, **details: object) -> None:
         """Write an event at `step`: its name, and words or numbers that describe it."""
-        self.flush()
-        self._write({"event": event, "step": step, **details})
+        if self._is_forked():
+            return
+        self._add({"event": event, "step": step, **details})
         self.flush()
 
     def keep(self, sample: GradientSample) -> None:
@@ -214,24 +257,53 @@ class RunLog:
     @property
     def last_row(self) -> StepRow | None:
         """The last step that was appended; None before the first of this process."""
-        return self._pending[-1] if self._pending else self._written
+        return next((row for row, _ in reversed(self._pending) if row is not None), self._written)
+
+    @property
+    def waiting(self) -> int:
+        """The number of lines that are not in the file yet."""
+        return len(self._pending)
 
     def flush(self) -> None:
-        """Pass every step to the operating system; after an interrupt in it, write the same lines again."""
-        if self._is_forked():
+        """Pass every line to the operating system; after an interrupt or on a full disk, the next flush does."""
+        if self._is_forked() or not self._pending:
             return
         self._flushed = time.monotonic()
-        if self._unfinished_at is not None:
-            self._file.seek(self._unfinished_at)
-            self._file.truncate()
-        if self._pending:
-            self._unfinished_at = self._file.tell()
-            fresh = self._pending.copy()
-            self._file.write("".join(_encode(_entries(row)) + "\n" for row in fresh))
-            rest = self._pending[len(fresh) :]
-            # One line without a call: CPython lets no interrupt in between.
-            self._pending, self._written, self._unfinished_at = rest, fresh[-1], None
-        self._file.flush()
+        if self._flushed < self._retry:
+            return
+        lines, last = len(self._pending), self.last_row
+        try:
+            size = self._append("".join(line for _, line in self._pending[:lines]))
+        except OSError as error:
+            if error.errno not in _FULL or lines > MOST_WAITING:
+                raise
+            self._retry = self._flushed + _RETRY_SECONDS
+            raise DiskFull(error.errno, error.strerror, str(self.path)) from None
+        rest = self._pending[lines:]
+        # One line without a call: CPython lets no interrupt in between.
+        self._pending, self._written, self._size, self._is_torn = rest, last, size, False
+
+    def _append(self, text: str) -> int:
+        """Write text to the end of the file, and return the size of the file then."""
+        found = os.fstat(self._file.fileno())
+        if not found.st_nlink:
+            raise FileNotFoundError(errno.ENOENT, "it was deleted during the run", str(self.path))
+        if found.st_size < self._size:
+            raise OSError(errno.EIO, "another program has shortened it during the run", str(self.path))
+        if self._is_torn and found.st_size > self._size:
+            self._file.truncate(self._size)
+        self._is_torn = True
+        self._file.seek(0, os.SEEK_END)
+        # A file name that is no UTF-8, in the text of an exception, must not end the training.
+        rest = memoryview(text.encode("utf-8", "backslashreplace"))
+        try:
+            while rest:
+                rest = rest[self._file.write(rest) :]
+        except OSError:
+            with suppress(OSError):  # else the next write does it, or a reader drops the part
+                self._file.truncate(self._size)
+            raise
+        return self._file.tell()
 
     def keep_state(self, state: RankState) -> None:
         """Write the state of this rank as an event."""
@@ -244,17 +316,22 @@ class RunLog:
             steps: the number of its steps.
             raised: the exception that ended the loop, in words; "" for none.
         """
-        if not self._file.closed:
-            try:
-                if is_rank_log(self.path):
-                    self.note("end", step=steps, raised=raised)
-                self.flush()
-            finally:
-                self._file.close()
+        if self._file.closed:
+            return
+        self._retry = 0.0
+        try:
+            if is_rank_log(self.path):
+                self.note("end", step=steps, raised=raised)
+            self.flush()
+        except DiskFull as error:
+            lost = f"{error.strerror}; its last {count(self.waiting, 'line')} are lost"
+            raise OSError(error.errno, lost, str(self.path)) from None
+        finally:
+            self._file.close()
 
-    def _write(self, line: object) -> None:
-        if not self._is_forked():
-            self._file.write(_encode(line) + "\n")
+    def _add(self, values: object) -> None:
+        """Add a line that is not a step."""
+        self._pending.append((None, _line(values)))
 
     def _is_forked(self) -> bool:
         """Return whether this is a copy of the process that opened the log, which goes on to write the same steps."""
@@ -378,14 +455,18 @@ def load_run(path: str | os.PathLike[str]) -> Run:
         the runs of the ranks in `ranks`.
 
     Raises:
-        ValueError: Not a run log, one of another format version, or one with a damaged line before the last.
+        TypeError: Not a path.
+        ValueError: Not a run log, one of another format version, or one with a damaged line before the last; a pipe or
+            a device.
         OSError: The file cannot be read (FileNotFoundError if it does not exist).
     """
-    if not isinstance(path, str | os.PathLike):
-        raise TypeError(f"load_run({path!r}): expected the path of a run log, such as one in {runs_directory()}.")
-    path = Path(path)
+    path = given_path(path)
     if path.is_dir():
         return _load_ranks(path)
+    if kind := special_kind(path):
+        raise ValueError(
+            f"{path}: not a regular file but {kind}; expected a run log, such as one in {runs_directory()}."
+        )
     with path.open("rb") as file:
         header = _read_header(path, file.readline(_LONGEST_HEADER))
         config = _read_config(path, header["config"])
@@ -494,7 +575,8 @@ def _numbered_entries(
     """
     number, lines = 2, file.readlines(_BATCH)
     while lines:
-        following = file.readlines(_BATCH)
+        # A line without an end is the last, even if the process that writes it has added to the file since.
+        following = file.readlines(_BATCH) if lines[-1].endswith(b"\n") else []
         numbered = [(each, line) for each, line in enumerate(lines, number) if line.strip()]  # an editor leaves blanks
         other = [(each, _read_line(line, columns)) for each, line in numbered if not line.startswith(b"[")]
         is_regular = columns == list(COLUMNS) and all(entry is not None for _, entry in other)
@@ -616,6 +698,10 @@ def _json(line: bytes) -> object:
 
 def _refuse_constant(word: str) -> None:
     raise ValueError(f"{word}: expected JSON, which has no such number.")
+
+
+def _line(values: object) -> str:
+    return _encode(values) + "\n"
 
 
 def _entries(row: StepRow) -> list[object]:

@@ -1,10 +1,12 @@
 """Storage of a run: its history in memory, and optionally its log on disk.
 
-A log that cannot be created or written is reported once, through `on_failure`, and the run continues without it.
+A log that cannot be created or written, or that is deleted during the run, is reported once, through `on_failure`, and
+the run continues without it, in memory. While the disk is full, which is reported once as well, lines wait in memory.
 """
 
 from __future__ import annotations
 
+import os
 from collections import deque
 from collections.abc import Callable, Iterable
 from contextlib import suppress
@@ -14,6 +16,7 @@ from os import PathLike
 from pathlib import Path
 
 from amplab.amp import MemoryUse
+from amplab.amp.run_state.paths import given_path, target_of
 from amplab.diagnose import Finding
 from amplab.lab.changes import config_changes, fault_change, restart_change, start_change
 from amplab.lab.config import ExperimentConfig
@@ -21,7 +24,7 @@ from amplab.lab.events import GradientSample, MixedScales, StepRecord, StepRow
 from amplab.lab.findings import LOOK_BACK, finding_to_log
 from amplab.lab.history import History, row_of
 from amplab.lab.rank_logs import rank_log
-from amplab.lab.run_log import RunLog, free_path, load_run, new_path
+from amplab.lab.run_log import MOST_WAITING, DiskFull, RunLog, create_free, free_path, load_run, new_path
 from amplab.lab.skip_explanation import ExplanationBudget, SkipExplanation
 from amplab.lab.watched_run import WatchedRun
 from amplab.parallel.rank_state import RankState
@@ -40,6 +43,7 @@ class RunStore:
         log: A folder (a new file is named in it), a file (path-2, path-3, … if it exists), or None for no log. If
             several processes train together, a folder takes the place of the file, with a log of each; see `rank_logs`.
         on_failure: Called with a message if the log cannot be written.
+        advice: The last sentence of that message: how the next run has a log.
 
     Attributes:
         history: The run in memory.
@@ -55,6 +59,7 @@ class RunStore:
         *,
         log: str | PathLike[str] | None,
         on_failure: Callable[[str], None],
+        advice: str = "For a log, set the environment variable AMPLAB_RUNS to a writable folder and reset.",
     ) -> None:
         self.history = History()
         if isinstance(config, ExperimentConfig):
@@ -64,11 +69,13 @@ class RunStore:
         self.budget = ExplanationBudget()
         self.found: deque[tuple[int, Finding]] = deque(maxlen=LOOK_BACK)
         self.examined: tuple[tuple[int, Finding], ...] = ()
-        self._wanted = None if log is None else Path(log)
-        self._on_failure = on_failure
+        self._wanted = None if log is None else given_path(log, "log")
+        self._on_failure, self._advice = on_failure, advice
+        self._has_told_full = False
         self._log: RunLog | None = None
         self._appending: tuple[StepRow, int] | None = None  # with its row in the history
         self._path: Path | None = None
+        self._is_cut = False  # whether the log ends before the run
 
     @classmethod
     def of_log(cls, path: Path, on_failure: Callable[[str], None]) -> RunStore:
@@ -89,6 +96,11 @@ class RunStore:
     def log_path(self) -> Path | None:
         """The file of the log, None before the first step and without a log."""
         return self._path
+
+    @property
+    def is_on_disk(self) -> bool:
+        """Whether the log holds every step; False without a log, and while its disk is full."""
+        return self._path is not None and not self._is_cut and (self._log is None or self._log.waiting == 0)
 
     @property
     def rank(self) -> int | None:
@@ -203,37 +215,51 @@ class RunStore:
         self._wanted = self._log = None
 
     def reopen(self) -> None:
-        """Write later steps to the same log again after `close`."""
-        self._wanted = self._path
+        """Write later steps to the same log again after `close`; without effect if steps are missing in it."""
+        self._wanted = None if self._is_cut else self._path
 
     def _write(self, wanted: Path, write: Callable[..., object], *values: object) -> None:
         try:
             if self._log is None:
                 self._log = self._open(wanted)
             write(self._log, *values)
+        except DiskFull as error:
+            self._tell_full(error)
         except OSError as error:
             self._give_up(error)
 
     def _open(self, wanted: Path) -> RunLog:
         if self._path is not None:
             return RunLog(self._path, self._config, is_continued=True)
+        if os.path.islink(wanted):
+            wanted = target_of(wanted)  # it need not exist yet
         is_file = wanted.suffix == ".jsonl" and not wanted.is_dir()
-        path = free_path(wanted) if is_file else new_path(wanted, self._config)
+        path = wanted if is_file else new_path(wanted, self._config)
         place = this_rank()
-        if place is not None:
+        if place is None:
+            log = create_free(path, lambda free: RunLog(free, self._config))
+        else:
             folder = agreed_text("run log", str(free_path(path.with_suffix(""))))  # the clocks of ranks may differ
-            path = rank_log(Path(folder), place.rank)
-        log = RunLog(path, self._config, rank=place)
+            log = RunLog(rank_log(Path(folder), place.rank), self._config, rank=place)
         self._path = log.path
         return log
 
+    def _tell_full(self, error: OSError) -> None:
+        if self._has_told_full:
+            return
+        self._has_told_full = True
+        self._on_failure(
+            f"log: cannot write {self._path} now ({error.strerror}). Up to {MOST_WAITING:,} lines wait in memory and "
+            "are written when there is space: remove other files."
+        )
+
     def _give_up(self, error: OSError) -> None:
         where = self._path or self._wanted
-        log, self._log, self._wanted = self._log, None, None
+        log, self._log, self._wanted, self._is_cut = self._log, None, None, True
         if log is not None:
             with suppress(OSError):  # what could not be written before cannot be written now
                 log.close()
         self._on_failure(
-            f"log: cannot write {where} ({error.strerror or error}). The run continues without a log. For a log, set "
-            f"the environment variable AMPLAB_RUNS to a writable folder and reset."
+            f"log: cannot write {where} ({error.strerror or error}). The run continues without a log and keeps its "
+            f"steps in memory: amplab.lab.report writes them to a page. {self._advice}"
         )

@@ -759,7 +759,8 @@ class Trainer:
                     self._exchange.meet()  # the log of every rank holds every step of the checkpoint
                     if self._exchange.place.rank:
                         return
-                self._checkpoints.write(self._experiment)
+                if self._store.is_on_disk:
+                    self._checkpoints.write(self._experiment)
             except RankLost:
                 return  # the next step says so
             except (OSError, RuntimeError) as error:

@@ -101,7 +101,8 @@ class Watch:
         inner = model.module if isinstance(model, DistributedDataParallel) else model
         names = type(inner).__name__, type(optimizers[0]).__name__
         self.config = WatchedRun(*names, self._probe.kind, self._probe.opt_level)
-        self._store = RunStore(self.config, log=log, on_failure=self._fail)
+        advice = "For a log, pass the next watch log= with a writable folder."
+        self._store = RunStore(self.config, log=log, on_failure=self._fail, advice=advice)
         self._every = every
         self._measure = GradientMeasure(optimizers, self._names_of_stepped)
         self._rerun = StepRerun(model, loss, step, self._probe.amp)

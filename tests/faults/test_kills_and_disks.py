@@ -3,6 +3,8 @@
 import json
 import os
 import random
+import resource
+import shutil
 import signal
 import subprocess
 import sys
@@ -13,9 +15,10 @@ import pytest
 import torch
 
 from amplab import amp
-from amplab.lab import ExperimentConfig, Failed, RunLog, Trainer, load_run
+from amplab.lab import ExperimentConfig, RunLog, StepRecord, load_run
 from amplab.lab.checkpoints import Checkpoint
 from amplab.lab.experiment import Experiment, read_saved
+from amplab.lab.run_store import RunStore
 from amplab.lab.watched_run import WatchedRun
 from amplab.parallel.ranks import Rank
 
@@ -118,26 +121,155 @@ def test_a_rank_killed_before_its_first_line_does_not_hide_the_others(tmp_path):
         load_run(tmp_path / "alone.jsonl")
 
 
-def test_a_full_disk_ends_the_log_with_one_message_and_not_the_training(tmp_path):
-    """/dev/full takes the place of the log's file: every write fails as on a full disk."""
-    log = tmp_path / "run.jsonl"
-    trainer = Trainer(ExperimentConfig(hidden=16), log=log)
-    failures = []
-    trainer.subscribe(lambda event: failures.append(event.text) if isinstance(event, Failed) else None)
-    trainer.run(3)
-    full = os.open("/dev/full", os.O_WRONLY)
-    for number in os.listdir("/proc/self/fd"):
-        if os.path.realpath(f"/proc/self/fd/{number}") == str(log):
-            os.dup2(full, int(number))
-    os.close(full)
-    trainer.run(20)
-    time.sleep(0.3)
-    trainer.run(20)
-    trainer.stop()
-    assert trainer.wait(30)
-    assert len(trainer.history) == 43
-    assert len([text for text in failures if "cannot write" in text]) == 1
-    assert "No space left" in failures[0]
+def in_a_fork(work):
+    """Call `work` in a copy of this process, whose limits it may change, and return its result."""
+    out, into = os.pipe()
+    child = os.fork()
+    if child == 0:
+        try:
+            os.write(into, json.dumps(work()).encode())
+        finally:
+            os._exit(0)
+    os.close(into)
+    with open(out, "rb") as results:
+        told = results.read()
+    os.waitpid(child, 0)
+    return json.loads(told)
+
+
+def limit(size):
+    """Let no file of this process grow beyond some bytes: the system then refuses the rest, as a full disk does."""
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, resource.RLIM_INFINITY))
+
+
+def add_steps(store, count):
+    for _ in range(count):
+        step = store.step_count
+        store.append(StepRecord(step, 1.0, 2.0, 2.0, False, None, "O1", None, step / 1000, None))
+
+
+def store_in(path):
+    told = []
+    return RunStore(WatchedRun("Net", "Adam", "apex"), log=path, on_failure=told.append), told
+
+
+def test_steps_wait_in_memory_while_the_disk_is_full(tmp_path):
+    path = tmp_path / "run.jsonl"
+
+    def fill_the_disk_for_a_while():
+        store, told = store_in(path)
+        add_steps(store, 20)
+        store.flush()
+        size = path.stat().st_size
+        limit(size + 40)  # less than a line
+        add_steps(store, 30)
+        store.flush()
+        store.note("restart", step=50)
+        torn = path.stat().st_size - size, store.is_on_disk
+        limit(resource.RLIM_INFINITY)
+        add_steps(store, 10)
+        time.sleep(1.1)
+        store.flush()
+        return told, torn, len(load_run(path).history), store.is_on_disk
+
+    (said,), torn, steps, is_whole = in_a_fork(fill_the_disk_for_a_while)
+    assert torn == [0, False]
+    assert (steps, is_whole) == (60, True)
+    assert f"{path} now (File too large)" in said
+    assert "remove other files" in said
+    assert [event["event"] for event in load_run(path).events] == ["restart"]
+
+
+def test_a_disk_that_stays_full_loses_the_last_lines_and_says_how_many(tmp_path):
+    path = tmp_path / "run.jsonl"
+
+    def fill_the_disk():
+        store, told = store_in(path)
+        add_steps(store, 20)
+        store.flush()
+        limit(path.stat().st_size + 40)
+        add_steps(store, 30)
+        store.flush()
+        store.close()
+        limit(resource.RLIM_INFINITY)
+        store.reopen()
+        add_steps(store, 3)
+        store.close()
+        return told, len(store.history)
+
+    (waits, lost), steps = in_a_fork(fill_the_disk)
+    assert steps == 53
+    assert "wait in memory" in waits
+    assert "its last 30 lines are lost" in lost
+    run = load_run(path)
+    assert (len(run.history), run.truncated) == (20, False)
+
+
+def test_a_log_that_is_deleted_during_the_run_is_said_once_and_the_steps_stay_in_memory(tmp_path):
+    store, told = store_in(tmp_path / "runs" / "run.jsonl")
+    add_steps(store, 5)
+    store.flush()
+    shutil.rmtree(tmp_path / "runs")
+    add_steps(store, 5)
+    store.flush()
+    add_steps(store, 5)
+    store.close()
+    (said,) = told
+    assert f"cannot write {tmp_path / 'runs' / 'run.jsonl'} (it was deleted during the run)" in said
+    assert "amplab.lab.report" in said
+    assert len(store.history) == 15
+    assert not (tmp_path / "runs").exists()
+
+
+def test_a_log_that_another_program_shortens_gets_no_hole(tmp_path):
+    store, told = store_in(tmp_path / "run.jsonl")
+    add_steps(store, 5)
+    store.flush()
+    os.truncate(tmp_path / "run.jsonl", 0)
+    add_steps(store, 5)
+    store.close()
+    assert "another program has shortened it" in told[0]
+    assert (tmp_path / "run.jsonl").read_bytes() == b""
+
+
+def test_a_name_that_another_process_takes_at_the_last_moment_is_left_to_it(tmp_path):
+    path, other = tmp_path / "run.jsonl", tmp_path / "other"
+    other.write_text("the log of another process")
+
+    def open_a_log():
+        store, told = store_in(path)
+        sys.addaudithook(
+            lambda event, args: event == "open" and args[0] == str(path) and not path.exists() and os.link(other, path)
+        )
+        add_steps(store, 3)
+        store.close()
+        return told, str(store.log_path)
+
+    assert in_a_fork(open_a_log) == [[], str(tmp_path / "run-2.jsonl")]
+    assert len(load_run(tmp_path / "run-2.jsonl").history) == 3
+    assert path.read_text() == "the log of another process"
+
+
+def test_a_log_is_read_while_its_process_writes(tmp_path):
+    """Again and again: every log that is read is whole up to some step."""
+    path = tmp_path / "run.jsonl"
+    store, _ = store_in(path)
+    add_steps(store, 1)
+    store.flush()
+    child = os.fork()
+    if child == 0:
+        with path.open("ab", buffering=0) as file:  # in parts, as a reader on another machine sees them
+            lines = "".join(f'[{step},1.0,2.0,2.0,false,null,"O1",null,0.5,null,null]\n' for step in range(1, 4000))
+            for at in range(0, len(lines), 7):
+                file.write(lines[at : at + 7].encode())
+        os._exit(0)
+    reads, steps = 0, 0
+    while not (ended := os.waitpid(child, os.WNOHANG)[0]) or reads == 0:
+        run = load_run(path)
+        assert len(run.history) >= steps
+        steps, reads = len(run.history), reads + 1
+    assert ended == child
+    assert len(load_run(path).history) == 4000
 
 
 def altered_extra(path, **changes):
