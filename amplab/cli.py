@@ -12,6 +12,7 @@ import importlib
 import inspect
 import os
 import sys
+import tempfile
 import uuid
 from collections.abc import Callable, Mapping, Sequence
 from difflib import get_close_matches
@@ -194,7 +195,10 @@ def bench(options: argparse.Namespace) -> int:
     from amplab.bench import as_json, as_text, run_ddp, run_suite
 
     if options.json is not None and not may_write(options.json):
-        return refuse(options, OSError(f"--json {options.json}: expected the path of a file in a writable folder."))
+        return refuse(
+            options,
+            OSError(f"--json {options.json}: expected the path of a file in a writable folder, on a disk with space."),
+        )
     try:
         rounds = options.rounds
         results = run_ddp(rounds=rounds) if options.suite == "ddp" else run_suite(options.suite, rounds=rounds)
@@ -216,7 +220,12 @@ def bench_gpu(options: argparse.Namespace) -> int:
 
 def may_write(path: Path) -> bool:
     """Return whether a file can be written at `path`; asked before minutes of measuring."""
-    return not path.is_dir() and os.access(path.parent, os.W_OK)
+    try:
+        with tempfile.TemporaryFile(dir=path.parent, buffering=0) as file:
+            file.write(b"\n")  # a full disk makes empty files
+    except OSError:
+        return False
+    return not path.is_dir()
 
 
 def examine(options: argparse.Namespace) -> int:
