@@ -12,6 +12,7 @@ import importlib
 import inspect
 import os
 import sys
+import tempfile
 import uuid
 from collections.abc import Callable, Mapping, Sequence
 from difflib import get_close_matches
@@ -191,10 +192,13 @@ def bench(options: argparse.Namespace) -> int:
     if options.suite == "gpu":
         return bench_gpu(options)
     from amplab.amp.run_state.file_format import write_atomically
+    from amplab.amp.run_state.paths import given_path
     from amplab.bench import as_json, as_text, run_ddp, run_suite
 
+    path = None
     try:
-        path = None if options.json is None else writable_file(options.json, "--json")
+        if options.json is not None and not may_write(path := given_path(options.json, "--json")):
+            raise OSError(f"--json {path}: expected the path of a file in a writable folder, on a disk with space.")
     except (OSError, ValueError) as error:
         return refuse(options, error)
     try:
@@ -216,18 +220,16 @@ def bench_gpu(options: argparse.Namespace) -> int:
     return gpu.main(["--rounds", str(options.rounds), *file])
 
 
-def writable_file(given: Path, argument: str) -> Path:
-    """Return the path of a file that can be written; asked before minutes of measuring.
+def may_write(path: Path) -> bool:
+    """Return whether a file can be written at `path`; asked before minutes of measuring."""
+    from amplab.amp.run_state.paths import special_kind
 
-    Raises:
-        OSError, ValueError: it cannot, or no file can have this path.
-    """
-    from amplab.amp.run_state.paths import given_path, special_kind
-
-    path = given_path(given, argument)
-    if special_kind(path) or not os.access(path.parent, os.W_OK):
-        raise OSError(f"{argument} {path}: expected the path of a file in a writable folder.")
-    return path
+    try:
+        with tempfile.TemporaryFile(dir=path.parent, buffering=0) as file:
+            file.write(b"\n")  # a full disk makes empty files
+    except OSError:
+        return False
+    return not special_kind(path)
 
 
 def examine(options: argparse.Namespace) -> int:

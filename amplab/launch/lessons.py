@@ -177,9 +177,15 @@ def _equal(lesson: Path, copy: Path) -> bool:
 
 
 def _write_new(lesson: Path, copy: Path) -> None:
-    """Copy the content and never another file's permissions: an installation may be read-only."""
-    with lesson.open("rb") as source, copy.open("xb") as target:
-        shutil.copyfileobj(source, target)
+    """Copy the content whole or not at all, and never another file's permissions: an installation may be read-only."""
+    partial = copy.with_name(f".{copy.name}.{os.getpid()}.partial")
+    try:
+        with lesson.open("rb") as source, partial.open("wb") as target:
+            shutil.copyfileobj(source, target)
+        partial.rename(copy)
+    except BaseException:
+        partial.unlink(missing_ok=True)
+        raise
 
 
 def _free_name(copy: Path) -> Path:

@@ -44,9 +44,11 @@ class DistributedDataParallel(nn.parallel.DistributedDataParallel):
         gradient_average: compute the mean over the processes; False: the sum divided by gradient_predivide_factor.
         gradient_predivide_factor: divide by it before the sum, and by the rest of ``world_size`` after it.
         prof: ignored; torch marks its ranges itself.
+        arguments_of_torch: refused, such as ``process_group`` and ``device_ids``.
 
     Raises:
         ValueError: an argument that is not supported; a factor that is not positive.
+        TypeError: an argument that apex does not have.
 
     Reference: apex ``DistributedDataParallel``. As in apex, buffers are broadcast once, here, and not at every
     forward.
@@ -67,8 +69,15 @@ class DistributedDataParallel(nn.parallel.DistributedDataParallel):
         gradient_predivide_factor: float = 1.0,
         gradient_average_split_factor: float | None = None,
         prof: bool = False,
+        **arguments_of_torch: Any,
     ) -> None:
         del num_allreduce_streams, prof
+        if arguments_of_torch:
+            raise TypeError(
+                f"amplab.parallel.DistributedDataParallel got {', '.join(arguments_of_torch)}: expected the arguments "
+                "of apex's, which uses all ranks and the device that the module is on; for others use "
+                "torch.nn.parallel.DistributedDataParallel, with which amplab works as well."
+            )
         _refuse("shared_param", shared_param, "delay_allreduce=True, for parameters that get gradients twice or never")
         _refuse("allreduce_trigger_params", allreduce_trigger_params, "message_size, to choose when gradients are sent")
         _refuse("retain_allreduce_buffers", retain_allreduce_buffers or None, "the parameters' own .grad")

@@ -9,6 +9,7 @@ ranks.
 """
 
 import io
+import weakref
 from typing import Any, Protocol
 
 import torch
@@ -16,7 +17,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.algorithms.join import Joinable, JoinHook
 
-__all__ = ["HoldsState", "JoinedState"]
+__all__ = ["HoldsState", "JoinedState", "joins_without_state"]
 
 
 class HoldsState(Protocol):
@@ -44,10 +45,15 @@ class JoinedState(Joinable):
     def __init__(self, wrapper: nn.parallel.DistributedDataParallel, *holders: HoldsState) -> None:
         super().__init__()
         self._wrapper, self._holders = wrapper, holders
+        _STATES.add(self)
 
     def join_hook(self, **_arguments: Any) -> JoinHook:
         """Return what runs at the end of the ``Join``."""
         return _TakesOver(self)
+
+    def joins(self, wrapper: nn.parallel.DistributedDataParallel) -> bool:
+        """Return whether this is part of a ``Join``, for ``wrapper``. Sync: none."""
+        return self._wrapper is wrapper and self._join_config.enable
 
     @property
     def join_device(self) -> torch.device:
@@ -78,6 +84,14 @@ class JoinedState(Joinable):
         saved = io.BytesIO()
         torch.save([holder.state_dict() for holder in self._holders], saved)
         return saved.getvalue()
+
+
+_STATES: weakref.WeakSet[JoinedState] = weakref.WeakSet()
+
+
+def joins_without_state(wrapper: nn.parallel.DistributedDataParallel) -> bool:
+    """Return whether ``wrapper`` is part of a ``Join`` that has no `JoinedState` for it. Sync: none."""
+    return wrapper._join_config.enable and not any(state.joins(wrapper) for state in _STATES)
 
 
 class _TakesOver(JoinHook):

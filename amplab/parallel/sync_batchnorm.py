@@ -11,6 +11,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from amplab.parallel.agreement import explained_absence
+
 __all__ = ["SyncBatchNorm", "convert_syncbn_model", "create_syncbn_process_group", "sync_batch_norm_on_cpu"]
 
 _torch_forward = nn.SyncBatchNorm.forward
@@ -105,7 +107,8 @@ class _AllReduced(torch.autograd.Function):
     def forward(ctx: Any, tensor: Tensor, group: Any) -> Tensor:
         ctx.group = group
         summed = tensor.contiguous().clone()
-        dist.all_reduce(summed, group=group)
+        with explained_absence("add up the statistics of SyncBatchNorm"):
+            dist.all_reduce(summed, group=group)
         return summed
 
     @staticmethod
@@ -131,6 +134,9 @@ def convert_syncbn_model(module: nn.Module, process_group: Any = None, channel_l
         module: modified in place; if it is a BatchNorm, the replacement is returned.
         process_group: the processes whose batches are normalized together; None for all.
         channel_last: ignored; torch takes inputs of any memory format.
+
+    On the CPU wrap the model in ``amplab.parallel.DistributedDataParallel``, or use ``combine_ddp``: torch's wrapper
+    refuses every SyncBatchNorm there ("SyncBatchNorm layers only work with GPU modules").
 
     Reference: ``torch.nn.SyncBatchNorm.convert_sync_batchnorm``.
 

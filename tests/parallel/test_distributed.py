@@ -303,6 +303,12 @@ def test_what_has_no_counterpart_is_refused(setting, instead):
         DistributedDataParallel(nn.Linear(1, 1), **setting)
 
 
+@pytest.mark.parametrize("argument", ["process_group", "device_ids", "find_unused_parameters"])
+def test_arguments_of_torch_are_refused_with_the_wrapper_that_takes_them(argument):
+    with pytest.raises(TypeError, match=rf"{argument}: .*torch\.nn\.parallel\.DistributedDataParallel"):
+        DistributedDataParallel(nn.Linear(1, 1), **{argument: None})
+
+
 def test_larc_is_where_apex_has_it():
     from amplab import optimizers, parallel
 

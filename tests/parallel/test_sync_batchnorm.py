@@ -59,6 +59,23 @@ def test_sync_batchnorm_on_the_cpu_is_batchnorm_over_both_batches():
     run_ranks(agrees)
 
 
+def one_forward_more(rank):
+    model = convert_syncbn_model(nn.BatchNorm1d(3))
+    model(torch.randn(5, 3))
+    if rank == 0:
+        with pytest.raises(RuntimeError) as caught:
+            model(torch.randn(5, 3))
+        return str(caught.value), type(caught.value.__cause__).__name__
+    return None
+
+
+def test_a_forward_on_one_rank_alone_says_what_it_waited_for():
+    (said, cause), _ = run_ranks(one_forward_more)
+    assert said.startswith("This rank waited for the others to add up the statistics of SyncBatchNorm")
+    assert "model.eval()" in said
+    assert cause != "NoneType"
+
+
 def test_sync_batchnorm_keeps_weights_and_statistics():
     net = nn.Sequential(nn.Conv2d(3, 4, 1), nn.BatchNorm2d(4))
     net(torch.randn(2, 3, 2, 2))

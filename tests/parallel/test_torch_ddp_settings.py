@@ -1,5 +1,7 @@
 """Settings of torch's DistributedDataParallel with amp: buffers, unused parameters, compression, uneven batches."""
 
+import warnings
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -133,6 +135,19 @@ def with_uneven_batches(rank, level):
     return joined, face.state()
 
 
+def warnings_of_a_join(rank, *, with_state):
+    """Return the warnings of two forwards in an uneven ``Join``, those of torch left out."""
+    face = Face("O1")
+    wrapped = DistributedDataParallel(face.model)
+    joined = [wrapped, JoinedState(wrapped, *face.holders())] if with_state else [wrapped]
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        with Join(joined):
+            for step in range(3 - rank):
+                face.step(wrapped, batch(rank, step))
+    return [str(each.message) for each in said if "JoinedState" in str(each.message)]
+
+
 def collectives(rank, level):
     """How many collectives five steps need, and five forwards and backwards alone."""
     face = Face(level)
@@ -164,6 +179,7 @@ def every_run(rank):
             runs[wire, level] = with_compression(rank, level, wire)
         runs["collectives", level] = collectives(rank, level)
         runs["uneven", level] = with_uneven_batches(rank, level)
+    runs["joins"] = [warnings_of_a_join(rank, with_state=with_state) for with_state in (False, True)]
     runs["overflow of the wire"] = with_compression(rank, "O1", torch.float16, init_scale=2.0**24)
     return runs
 
@@ -205,6 +221,14 @@ def test_ranks_agree_after_uneven_batches(ranks, level):
     (joined, trained), (joined_of_second, trained_of_second) = (rank["uneven", level] for rank in ranks)
     assert same(joined, joined_of_second)
     assert same((trained[0][:6], trained[1]), (trained_of_second[0][:6], trained_of_second[1]))
+
+
+def test_a_join_that_leaves_state_behind_warns_once(ranks):
+    for rank in ranks:
+        without, with_state = rank["joins"]
+        assert len(without) == 1
+        assert "loss scale" in without[0]
+        assert with_state == []
 
 
 @pytest.mark.parametrize("level", COMMON)

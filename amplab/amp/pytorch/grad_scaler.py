@@ -10,6 +10,8 @@ Each optimizer goes READY -> UNSCALED -> STEPPED; `update` begins the next itera
 
     scale_loss(loss, optimizer, loss_id)   the block around a backward of one loss among several
     loss_scale                             the scale of one loss: where it is halved
+    loss_gradients                         the gradients that this backward reaches, unscaled
+    found_inf                              found_inf of the optimizers and of the losses
     optimizer_gradients                    the parameters of an optimizer; unscales their gradients, computes found_inf
     unscaled_gradients                     which gradients are unscaled, and which arrive later or are mixed
     unfinished_iteration                   whether an interrupt has ended an iteration before its update
@@ -20,8 +22,7 @@ import contextlib
 import sys
 import warnings
 from collections import abc, defaultdict
-from collections.abc import Callable, Iterable, Iterator
-from numbers import Real
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -29,10 +30,11 @@ from torch import Tensor
 from torch.amp.grad_scaler import OptState, _refresh_per_optimizer_state
 from torch.optim import Optimizer
 
-from amplab.amp.arguments import SMALLEST_SCALE, as_list, checked_flag, checked_num_losses
+from amplab.amp.arguments import SMALLEST_SCALE, checked_flag, checked_num_losses
 from amplab.amp.backward.clipping import clip_by_norm_, clip_shards_by_norm_
-from amplab.amp.backward.gradients import ScaledBackward, SetAside, add_unscaled, bookkeeping, put_back
+from amplab.amp.backward.gradients import ScaledBackward, bookkeeping
 from amplab.amp.backward.records import ScaleRecord, StepOutcome
+from amplab.amp.pytorch.found_inf import FoundByLoss, found_inf_of, larger, verdict_of
 from amplab.amp.pytorch.fused_step import (
     leaves_gradients_unscaled,
     lend_scale,
@@ -40,7 +42,8 @@ from amplab.amp.pytorch.fused_step import (
     take_back_scale,
     wants_scaler,
 )
-from amplab.amp.pytorch.loss_scale import LossScale, check_number, checked_state
+from amplab.amp.pytorch.loss_gradients import LossGradients, checked_optimizers, loss_gradients, unscale_new
+from amplab.amp.pytorch.loss_scale import LossScale, ScaleCollapse, check_numbers, checked_scale, checked_states
 from amplab.amp.pytorch.optimizer_gradients import (
     KnownOptimizers,
     OptimizerGradients,
@@ -50,16 +53,11 @@ from amplab.amp.pytorch.step_report import NO_STEP_YET, STEPPED, ScaleSubscriber
 from amplab.amp.pytorch.unfinished_iteration import UnfinishedIteration
 from amplab.amp.pytorch.unscaled_gradients import UnscaledGradients
 from amplab.optimizers import FusedOptimizer
-from amplab.parallel.ranks import has_other_ranks
-from amplab.parallel.shards import agree_on_found_inf
 from amplab.scalers import ScaleRule
-from amplab.scalers.rules import require_factors, require_number, require_scale
 
 __all__ = ["GradScaler"]
 
 _NUMBERS = (2.0**16, 2.0, 0.5, 2000)
-_LOOK_EVERY = 8  # skipped steps in a row after which the host reads the scale
-_COLLAPSED = 2.0**-24  # the smallest float16: no gradient that float16 can hold needs a scale below it
 
 
 class _OfFirstLoss:
@@ -73,31 +71,6 @@ class _OfFirstLoss:
 
     def __set__(self, scaler: "GradScaler", value: Any) -> None:
         setattr(scaler._scales[0], self._name, value)
-
-
-class _Reached:
-    """The gradients of one optimizer that a backward reaches, without parameters of optimizers that precede it."""
-
-    def __init__(self, optimizer: Optimizer, known: OptimizerGradients, params: list[Tensor]) -> None:
-        self.optimizer, self.params = optimizer, params
-        self.shares = len(params) < len(known.params)
-        self.rank_groups = known.rank_groups
-        self._unscaler = known.unscaler
-        self.copies_shared = not known.unscaler.buffers
-
-    def before_backward(self) -> list[Tensor]:
-        return self.params
-
-    def factor_in_place(self, scale: Tensor) -> Tensor | None:
-        """Return the factor of gradients that a backward under no_sync may have left without an average."""
-        return scale if has_other_ranks() else None
-
-    def after_failed_backward(self) -> None:
-        """Do nothing: the gradients are restored already."""
-
-    def unscale_new(self, aside: list[SetAside], scale: Tensor, found_inf: Tensor | None) -> Tensor:
-        found_inf = add_unscaled(self.params, aside, scale, self._unscaler, found_inf)
-        return agree_on_found_inf(found_inf, self.rank_groups)
 
 
 class GradScaler(torch.amp.GradScaler):
@@ -166,9 +139,7 @@ class GradScaler(torch.amp.GradScaler):
             warnings.warn("torch.cuda.amp.GradScaler is enabled, but CUDA is not available.  Disabling.", stacklevel=2)
             enabled = False
         numbers = (init_scale, growth_factor, backoff_factor, growth_interval)
-        _check_types(*numbers)
-        if enabled:
-            _check_values(*numbers)
+        check_numbers(*numbers, only_types=not enabled)
         if rule is not None and numbers != _NUMBERS:
             raise ValueError(
                 f"got both rule={rule!r} and numbers of torch's rule, {numbers}: expected one of the two; pass the "
@@ -186,10 +157,9 @@ class GradScaler(torch.amp.GradScaler):
         self._known = KnownOptimizers(combine=self._combine_grad)
         self._done = UnscaledGradients()
         self._unfinished = UnfinishedIteration()
-        self._by_loss: dict[int, dict[int, Tensor]] = {}  # found_inf of each loss, by the id of an optimizer
+        self._by_loss = FoundByLoss()
         self._last: StepReport | StepOutcome = NO_STEP_YET
-        self._skipped_in_a_row = 0
-        self._warned_of_collapse = False
+        self._collapse = ScaleCollapse()
         self._subscribers = ScaleSubscribers()
 
     _scale = _OfFirstLoss("scale")
@@ -258,7 +228,7 @@ class GradScaler(torch.amp.GradScaler):
     def _begin_after_interrupt(self) -> None:
         """Begin the next iteration, without an update. Gradients that are not zeroed count as unscaled."""
         self._per_optimizer_states = defaultdict(_refresh_per_optimizer_state)
-        self._by_loss = {}
+        self._by_loss = FoundByLoss()
         for optimizer in self._done.continue_after_interrupt():
             take_back_scale(optimizer)
         self._unfinished = UnfinishedIteration()
@@ -334,7 +304,7 @@ class GradScaler(torch.amp.GradScaler):
         before = row["found_inf_per_device"]
         self._unscale(optimizer, row, scale, allow_half=allow_half)
         after = row["found_inf_per_device"]
-        row["found_inf_per_device"] = {**before, **{at: _larger(before.get(at), after[at]) for at in after}}
+        row["found_inf_per_device"] = {**before, **{at: larger(before.get(at), after[at]) for at in after}}
 
     def _unscale_grads_(
         self, optimizer: Optimizer, inv_scale: Tensor, found_inf: Tensor, allow_fp16: bool
@@ -437,12 +407,13 @@ class GradScaler(torch.amp.GradScaler):
     def _maybe_opt_step(self, optimizer: Optimizer, optimizer_state: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
         """Decide: read found_inf, then skip the step or take it. Sync: one."""
         if self._scales[0].skips:
-            found_inf = self._found_inf([optimizer_state], self._device_of_scale("step"))
+            found_inf = found_inf_of([optimizer_state], self._device_of_scale("step"))
             optimizer_state["verdict"] = bool(found_inf.item() > 0)
             if optimizer_state["verdict"]:
                 self._skip(optimizer)
                 return None
-        self._skipped_in_a_row, self._last = 0, STEPPED
+        self._collapse.note_step()
+        self._last = STEPPED
         return self._take_step(optimizer, optimizer_state, *args, **kwargs)
 
     def _take_step(self, optimizer: Optimizer, row: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
@@ -455,21 +426,11 @@ class GradScaler(torch.amp.GradScaler):
             raise
 
     def _skip(self, optimizer: Optimizer) -> None:
-        """Report a skipped step; after every `_LOOK_EVERY` in a row, check whether the scale has collapsed."""
+        """Report a skipped step; after some in a row, check whether the scale has collapsed."""
         scale = self._scale_at_fault(optimizer)
         self._last = StepReport(optimizer.param_groups, self._known.of(optimizer).params, None, scale)
-        self._skipped_in_a_row += 1
-        if self._skipped_in_a_row % _LOOK_EVERY == 0:
-            self._warn_of_collapse(scale.item(), self._scales[0].init_scale)
-
-    @staticmethod
-    def _found_inf(rows: Iterable[dict[str, Any]], device: torch.device) -> Tensor:
-        """Return ``()`` float32 on ``device``: > 0 if found_inf of one optimizer is; 0 for none."""
-        verdicts: list[Tensor] = [each for row in rows for each in row["found_inf_per_device"].values()]
-        verdicts = [each.to(device, non_blocking=True).reshape(()) for each in verdicts]
-        if len(verdicts) == 1:
-            return verdicts[0]
-        return torch.stack(verdicts).sum() if verdicts else torch.zeros((), device=device)
+        if self._collapse.note_skip():
+            self._collapse.warn_once(scale.item(), self._scales[0].init_scale)
 
     def update(self, new_scale: float | Tensor | None = None) -> None:
         """Move the scale by its rule, and begin the next iteration.
@@ -492,21 +453,22 @@ class GradScaler(torch.amp.GradScaler):
 
     def _update(self, new_scale: float | Tensor | None) -> None:
         device = self._device_of_scale("update")
-        rows = list(self._per_optimizer_states.values())
+        by_optimizer = self._per_optimizer_states
+        rows = list(by_optimizer.values())
         if new_scale is None and not any(row["found_inf_per_device"] for row in rows):
             if self._unfinished.was_in_call:
                 self._begin_after_interrupt()
                 return
             raise AssertionError("No inf checks were recorded prior to update. Call step() or unscale_() before it.")
         if new_scale is not None:
-            new_scale = self._checked_scale(new_scale)
+            new_scale = checked_scale(new_scale, self._device)
         before = self._subscribers.scales_before([each.scale for each in self._scales]) if self._subscribers else None
-        found = self._found_of_losses(self._found_inf(rows, device), device)
-        verdict = _verdict_of_all(rows)
+        found = self._by_loss.of_losses(found_inf_of(rows, device), by_optimizer)
+        verdict = verdict_of(rows)
         if self._by_loss and verdict:
             verdict = None  # which loss overflowed is known on the device only
         self._per_optimizer_states = defaultdict(_refresh_per_optimizer_state)  # so that no scale moves twice
-        self._by_loss = {}
+        self._by_loss = FoundByLoss()
         self._unfinished.called_by(None)
         self._done.clear()
         self._known.find_shared()
@@ -520,24 +482,6 @@ class GradScaler(torch.amp.GradScaler):
             stepped = any(row["stage"] is OptState.STEPPED for row in rows)
             scales = [value for each in found for value in (before[each], self._scales[each].scale, found[each])]
             self._subscribers.tell(list(found), scales, self.last_step, stepped=stepped)
-
-    def _checked_scale(self, new_scale: float | Tensor) -> float | Tensor:
-        if isinstance(new_scale, Real):
-            require_scale("new_scale", new_scale)
-            return float(new_scale)
-        if not isinstance(new_scale, Tensor):
-            raise TypeError(f"new_scale={new_scale!r}: expected a number, or a tensor of one element on the device.")
-        if (
-            new_scale.device.type != torch.device(self._device).type
-            or new_scale.numel() != 1
-            or new_scale.requires_grad
-        ):
-            raise AssertionError(
-                "new_scale should be a float or a 1-element torch.cuda.FloatTensor or torch.FloatTensor with "
-                f"requires_grad=False. It is of shape {tuple(new_scale.shape)}, on {new_scale.device}, with "
-                f"requires_grad={new_scale.requires_grad}; this scaler is for {self._device}."
-            )
-        return new_scale.reshape(())
 
     # -- optimizers that take the scale themselves -------------------------------------------------
 
@@ -563,7 +507,7 @@ class GradScaler(torch.amp.GradScaler):
         elif ready:
             self._check_inf_per_device(optimizer)
         skips = self._scales[0].skips
-        found_inf = self._found_inf([row], scale.device) if skips else torch.zeros((), device=scale.device)
+        found_inf = found_inf_of([row], scale.device) if skips else torch.zeros((), device=scale.device)
         if makes_momentum(optimizer, known) and found_inf.item() > 0:
             self._skip(optimizer)
             return None
@@ -625,7 +569,7 @@ class GradScaler(torch.amp.GradScaler):
         with ScaledBackward(reached, scale) as backward:
             yield own.times(loss)
             with bookkeeping(), torch.no_grad():
-                found = _unscale_new(backward.aside, scale)
+                found = unscale_new(backward.aside, scale)
         self._unfinished.called_by(sys._getframe(1))
         for optimizer, found_inf in found.items():
             self._note(optimizer, loss_id, found_inf)
@@ -640,27 +584,17 @@ class GradScaler(torch.amp.GradScaler):
             )
         return self._scales[loss_id]
 
-    def _reached(self, optimizers: Any) -> list[_Reached]:
-        chosen: dict[Optimizer, _Reached] = {}
-        seen: set[int] = set()
-        for optimizer in as_list(optimizers) or [None]:
-            if not isinstance(optimizer, Optimizer):
-                raise TypeError(
-                    f"optimizers: got a {type(optimizer).__name__}; expected the optimizer, or a list of the "
-                    "optimizers, whose parameters this backward reaches."
-                )
-            if self._enabled and optimizer not in chosen:
-                self._refuse_late(optimizer)
-                known = self._known.of(optimizer)
-                _refuse_half(known.params)
-                own = [param for param in known.params if id(param) not in seen]
-                chosen[optimizer] = _Reached(optimizer, known, own)
-                seen.update(map(id, known.params))
-        return list(chosen.values())
+    def _reached(self, optimizers: Any) -> list[LossGradients]:
+        chosen = checked_optimizers(optimizers)
+        if not self._enabled:
+            return []
+        for optimizer in chosen:
+            self._refuse_late(optimizer)
+        return loss_gradients({optimizer: self._known.of(optimizer) for optimizer in chosen})
 
     def _refuse_late(self, optimizer: Optimizer) -> None:
         row = self._per_optimizer_states.get(id(optimizer))
-        late = row is not None and row["stage"] is not OptState.READY and id(optimizer) not in self._by_loss
+        late = row is not None and row["stage"] is not OptState.READY and not self._by_loss.has(optimizer)
         if late or (row is not None and row["stage"] is OptState.STEPPED):
             raise RuntimeError(
                 f"scale_loss() with {type(optimizer).__name__} after its unscale_() or step(): call update() first, or "
@@ -670,10 +604,9 @@ class GradScaler(torch.amp.GradScaler):
     def _note(self, optimizer: Optimizer, loss_id: int, found_inf: Tensor) -> None:
         found_inf = found_inf.reshape(())
         row = self._per_optimizer_states[id(optimizer)]
-        losses = self._by_loss.setdefault(id(optimizer), {})
-        losses[loss_id] = _larger(losses.get(loss_id), found_inf)
+        self._by_loss.note(optimizer, loss_id, found_inf)
         verdicts = row["found_inf_per_device"]
-        verdicts[found_inf.device] = _larger(verdicts.get(found_inf.device), found_inf)
+        verdicts[found_inf.device] = larger(verdicts.get(found_inf.device), found_inf)
         row["stage"] = OptState.UNSCALED
         self._done.begin(optimizer, row, is_last=False)
         self._note_unscaled(self._known.kept(optimizer))
@@ -681,23 +614,7 @@ class GradScaler(torch.amp.GradScaler):
     def _scale_at_fault(self, optimizer: Optimizer) -> Tensor:
         """``()`` float32: the scale of the first loss that overflowed under ``optimizer``. Sync: none."""
         scale, _ = self._check_scale_growth_tracker("step")
-        for loss_id, found_inf in sorted(self._by_loss.get(id(optimizer), {}).items(), reverse=True):
-            own = self._scales[loss_id].scale
-            if own is not None:
-                scale = torch.where(found_inf.to(scale.device, non_blocking=True) > 0, own, scale)
-        return scale
-
-    def _found_of_losses(self, found_inf: Tensor, device: torch.device) -> dict[int, Tensor]:
-        """found_inf of each loss of this iteration; the common ``found_inf`` for a loss that `scale` has scaled."""
-        if not self._by_loss:
-            return {0: found_inf}
-        found: dict[int, Tensor] = {}
-        rows = self._per_optimizer_states.items()
-        plain = [each for key, row in rows if key not in self._by_loss for each in row["found_inf_per_device"].values()]
-        for loss_id, each in [*((0, each) for each in plain), *_pairs(self._by_loss.values())]:
-            here = each.to(device, non_blocking=True).reshape(())
-            found[loss_id] = _larger(found.get(loss_id), here)
-        return found
+        return self._by_loss.scale_at_fault(optimizer, [each.scale for each in self._scales], scale)
 
     # -- settings and checkpoints ------------------------------------------------------------------
 
@@ -729,40 +646,23 @@ class GradScaler(torch.amp.GradScaler):
         if not self._enabled:
             return 1.0
         scale = own.value()
-        self._warn_of_collapse(scale, own.init_scale)
+        self._collapse.warn_once(scale, own.init_scale)
         return scale
-
-    def _warn_of_collapse(self, scale: float, init_scale: float) -> None:
-        """Warn once that the scale is so low that further backoff cannot help."""
-        if self._warned_of_collapse or not 0.0 <= scale < min(_COLLAPSED, init_scale):
-            return
-        self._warned_of_collapse = True
-        warnings.warn(
-            f"The loss scale has collapsed to {scale}: gradients overflow at every scale, so they are inf or NaN for "
-            "another reason. Look at scaler.last_step.first_nonfinite, at the loss itself, and at the learning rate.",
-            stacklevel=3,
-        )
 
     def set_growth_factor(self, new_factor: float) -> None:
         """Set the factor by which a scale grows, >= 1. Raises: RuntimeError, under a rule; ValueError."""
         for each in self._scales:
-            each.require_torchs_rule("growth_factor")
-            check_number("growth_factor", new_factor, "growth_factor=")
-            each.growth_factor = new_factor
+            each.set_number("growth_factor", new_factor)
 
     def set_backoff_factor(self, new_factor: float) -> None:
         """Set the factor applied to a scale after an overflow, <= 1. Raises: RuntimeError, under a rule; ValueError."""
         for each in self._scales:
-            each.require_torchs_rule("backoff_factor")
-            check_number("backoff_factor", new_factor, "backoff_factor=")
-            each.backoff_factor = new_factor
+            each.set_number("backoff_factor", new_factor)
 
     def set_growth_interval(self, new_interval: int) -> None:
         """Set the number of clean steps before a scale grows; 0: never. Raises: RuntimeError, a rule; ValueError."""
         for each in self._scales:
-            each.require_torchs_rule("growth_interval")
-            check_number("growth_interval", new_interval, "growth_interval=")
-            each.growth_interval = new_interval
+            each.set_number("growth_interval", new_interval)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state for `load_state_dict`: the entries of loss 0, and those of the others under ``losses``.
@@ -792,20 +692,7 @@ class GradScaler(torch.amp.GradScaler):
         """
         if not self._enabled:
             return
-        others = len(self._scales) - 1
-        floor = self._scales[0].floor
-        first = {name: value for name, value in checked_state(state_dict, floor).items() if name != "losses"}
-        saved = state_dict.get("losses", [first] * others)
-        if not isinstance(saved, list):
-            raise ValueError(
-                f"state_dict['losses'] = {saved!r}: expected a list of states; load what state_dict() returned."
-            )
-        if len(saved) != others:
-            raise ValueError(
-                f"The state has {len(saved) + 1} losses, and this scaler has num_losses={others + 1}: create the "
-                "scaler as it was when it was saved."
-            )
-        states = [first, *(checked_state(state, floor) for state in saved)]
+        states = checked_states(state_dict, len(self._scales), self._scales[0].floor)
         for each, state in zip(self._scales, states, strict=True):
             each.load_state_dict(state)
 
@@ -849,63 +736,10 @@ class GradScaler(torch.amp.GradScaler):
                 "A GradScaler instance may only be pickled at the beginning of an iteration, or at the end after "
                 "scaler.update()."
             )
-        left_out = ("_known", "_done", "_unfinished", "_by_loss", "_last", "_skipped_in_a_row", "_subscribers")
+        left_out = ("_known", "_done", "_unfinished", "_by_loss", "_last", "_collapse", "_subscribers")
         return {name: value for name, value in vars(self).items() if name not in left_out}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Restore what `__getstate__` returned."""
         vars(self).update(state)
         self._begin()
-
-
-def _check_types(init_scale: Any, growth_factor: Any, backoff_factor: Any, growth_interval: Any) -> None:
-    """Raise TypeError for the first that is not a number; as in torch, a tensor of one element is one."""
-    given = {"init_scale": init_scale, "growth_factor": growth_factor, "backoff_factor": backoff_factor}
-    for (name, value), such in zip(given.items(), ("65536.0", "2.0", "0.5"), strict=True):
-        if not (isinstance(value, Tensor) and value.numel() == 1):
-            require_number(name, value, such)
-    if not isinstance(growth_interval, Real) or growth_interval % 1 != 0:
-        raise TypeError(f"growth_interval={growth_interval!r}: expected a whole number of steps, such as 2000.")
-
-
-def _check_values(init_scale: Any, growth_factor: Any, backoff_factor: Any, growth_interval: Any) -> None:
-    """Raise ValueError for the first number that is not allowed."""
-    require_scale("init_scale", float(init_scale))
-    require_factors(float(growth_factor), float(backoff_factor))
-    check_number("growth_interval", growth_interval, "growth_interval=")
-
-
-def _verdict_of_all(rows: Iterable[dict[str, Any]]) -> bool | None:
-    """Whether any optimizer overflowed; None if the step of one has not read its found_inf."""
-    verdicts = [row.get("verdict") for row in rows if row["found_inf_per_device"]]
-    return None if None in verdicts else any(verdicts)
-
-
-def _unscale_new(aside: list[tuple[_Reached, list[SetAside]]], scale: Tensor) -> dict[Optimizer, Tensor]:
-    """Unscale the gradients that the backward has written; return found_inf of each optimizer that it reached."""
-    found: dict[Optimizer, Tensor] = {}
-    for each, before in aside:
-        shares = each.shares and bool(found)
-        if not (shares or each.rank_groups) and all(param.grad is None for param in each.params):
-            put_back(before)
-            continue
-        start = torch.stack(list(found.values())).amax(0) if shares else torch.zeros(1, device=scale.device)
-        found[each.optimizer] = each.unscale_new(before, scale, start)
-    return found
-
-
-def _refuse_half(params: Iterable[Tensor]) -> None:
-    if torch.float16 in {param.dtype for param in params if param.requires_grad}:
-        raise ValueError(
-            "Attempting to unscale FP16 gradients. Keep the parameters in float32 and run the forward pass under "
-            "autocast."
-        )
-
-
-def _larger(known: Tensor | None, found_inf: Tensor) -> Tensor:
-    return found_inf if known is None else torch.maximum(known, found_inf.to(known.device, non_blocking=True))
-
-
-def _pairs(verdicts: Iterable[dict[int, Tensor]]) -> Iterator[tuple[int, Tensor]]:
-    for losses in verdicts:
-        yield from losses.items()

@@ -3,6 +3,9 @@
     rule=None    scale, growth_tracker <- torch._amp_update_scale_(...);  scale <- max(floor, scale)
     rule=...     the device form of a rule of `amplab.scalers`, with a floor
 
+    ScaleCollapse     whether the scale has fallen so low that backoff cannot help
+    check…            the numbers of torch's rule, new scales and saved states, as the methods of `GradScaler` get them
+
 The scales of `amplab.amp.initialize` are on the host: ``apex/loss_scaling.py``.
 """
 
@@ -18,12 +21,22 @@ from torch import Tensor
 from amplab.amp.arguments import SMALLEST_SCALE
 from amplab.scalers import DeviceScale, RecurrentRule, ScaleRule, ScaleState, device_scale, floored
 from amplab.scalers.floored_rule import name_of_rule
-from amplab.scalers.rules import require_scale
+from amplab.scalers.rules import require_factors, require_number, require_scale
 
-__all__ = ["LossScale", "check_number", "checked_state"]
+__all__ = [
+    "LossScale",
+    "ScaleCollapse",
+    "check_number",
+    "check_numbers",
+    "checked_scale",
+    "checked_state",
+    "checked_states",
+]
 
 _ENTRIES = ("scale", "growth_factor", "backoff_factor", "growth_interval", "_growth_tracker")
 _LARGEST = torch.finfo(torch.float32).max
+_LOOK_EVERY = 8  # skipped steps in a row after which the host reads the scale
+_COLLAPSED = 2.0**-24  # the smallest float16: no gradient that float16 can hold needs a scale below it
 _ALLOWED: dict[str, tuple[float, float, str]] = {
     "scale": (0.0, _LARGEST, "a finite number >= 0, such as 65536.0"),  # torch's scale can fall to 0
     "growth_factor": (1.0, _LARGEST, "a finite number >= 1, such as 2.0; 1.0 keeps the scale from growing"),
@@ -173,13 +186,24 @@ class LossScale:
     def _count(self) -> int:
         return self.init_growth_tracker if self.growth_tracker is None else int(self.growth_tracker.item())
 
-    def require_torchs_rule(self, name: str) -> None:
-        """Raise RuntimeError if the number ``name`` belongs to a rule of `amplab.scalers`, which is frozen."""
+    def set_number(self, name: str, value: Any) -> None:
+        """Set a number of torch's rule.
+
+        Args:
+            name: "growth_factor", "backoff_factor" or "growth_interval".
+            value: the new value.
+
+        Raises:
+            RuntimeError: the number belongs to a rule of `amplab.scalers`, which is frozen. ValueError: it is not
+                allowed.
+        """
         if self.rule is not None:
             raise RuntimeError(
                 f"{name} belongs to {self.rule!r}, which cannot be changed: call scaler.follow(dataclasses.replace("
                 "rule, ...)) instead."
             )
+        check_number(name, value, f"{name}=")
+        setattr(self, name, value)
 
     # -- checkpoints ---------------------------------------------------------------------------------
 
@@ -236,6 +260,110 @@ class LossScale:
         state.update(init_scale=self.value(), init_growth_tracker=self._count())
         state.update(scale=None, growth_tracker=None, _form=None)
         return state
+
+
+class ScaleCollapse:
+    """Whether the scale is so low that further backoff cannot help; there is one warning of it.
+
+    The host reads the scale when it is asked for, and after every eighth skipped step in a row.
+    """
+
+    def __init__(self) -> None:
+        self._skipped_in_a_row = 0
+        self._warned = False
+
+    def note_step(self) -> None:
+        """Note a step that was not skipped."""
+        self._skipped_in_a_row = 0
+
+    def note_skip(self) -> bool:
+        """Note a skipped step; return whether to read the scale now, for `warn_once`."""
+        self._skipped_in_a_row += 1
+        return self._skipped_in_a_row % _LOOK_EVERY == 0
+
+    def warn_once(self, scale: float, init_scale: float) -> None:
+        """Warn, the first time that the scale is below the smallest float16 and below the first scale."""
+        if self._warned or not 0.0 <= scale < min(_COLLAPSED, init_scale):
+            return
+        self._warned = True
+        warnings.warn(
+            f"The loss scale has collapsed to {scale}: gradients overflow at every scale, so they are inf or NaN for "
+            "another reason. Look at scaler.last_step.first_nonfinite, at the loss itself, and at the learning rate.",
+            stacklevel=3,
+        )
+
+
+def check_numbers(
+    init_scale: Any, growth_factor: Any, backoff_factor: Any, growth_interval: Any, *, only_types: bool
+) -> None:
+    """Check the four numbers of torch's rule; as in torch, a tensor of one element is a number.
+
+    Raises:
+        TypeError: for the first that is not a number. ValueError: without ``only_types``, for the first that is not
+            allowed.
+    """
+    given = {"init_scale": init_scale, "growth_factor": growth_factor, "backoff_factor": backoff_factor}
+    for (name, value), such in zip(given.items(), ("65536.0", "2.0", "0.5"), strict=True):
+        if not (isinstance(value, Tensor) and value.numel() == 1):
+            require_number(name, value, such)
+    if not isinstance(growth_interval, Real) or growth_interval % 1 != 0:
+        raise TypeError(f"growth_interval={growth_interval!r}: expected a whole number of steps, such as 2000.")
+    if only_types:
+        return
+    require_scale("init_scale", float(init_scale))
+    require_factors(float(growth_factor), float(backoff_factor))
+    check_number("growth_interval", growth_interval, "growth_interval=")
+
+
+def checked_scale(new_scale: float | Tensor, device: str) -> float | Tensor:
+    """Return what `GradScaler.update` takes as the new scale: a number, or a ``()`` tensor. Sync: none.
+
+    Args:
+        new_scale: anything.
+        device: the device of the scaler, such as "cuda".
+
+    Raises:
+        TypeError: neither a number nor a tensor. ValueError: a number that is not a scale. AssertionError: a tensor of
+            another device type, with more elements, or with a gradient.
+    """
+    if isinstance(new_scale, Real):
+        require_scale("new_scale", new_scale)
+        return float(new_scale)
+    if not isinstance(new_scale, Tensor):
+        raise TypeError(f"new_scale={new_scale!r}: expected a number, or a tensor of one element on the device.")
+    if new_scale.device.type != torch.device(device).type or new_scale.numel() != 1 or new_scale.requires_grad:
+        raise AssertionError(
+            "new_scale should be a float or a 1-element torch.cuda.FloatTensor or torch.FloatTensor with "
+            f"requires_grad=False. It is of shape {tuple(new_scale.shape)}, on {new_scale.device}, with "
+            f"requires_grad={new_scale.requires_grad}; this scaler is for {device}."
+        )
+    return new_scale.reshape(())
+
+
+def checked_states(saved: Any, num_losses: int, floor: float | None) -> list[dict[str, Any]]:
+    """Return the state of each loss, checked; a saved state without ``losses`` counts for every loss.
+
+    Args:
+        saved: from `GradScaler.state_dict`, of amplab or of torch.
+        num_losses: the number of losses of the scaler that loads it.
+        floor: replaces a saved scale of 0; None keeps it.
+
+    Raises:
+        As `checked_state`. ValueError: the state of another number of losses.
+    """
+    others = num_losses - 1
+    first = {name: value for name, value in checked_state(saved, floor).items() if name != "losses"}
+    of_others = saved.get("losses", [first] * others)
+    if not isinstance(of_others, list):
+        raise ValueError(
+            f"state_dict['losses'] = {of_others!r}: expected a list of states; load what state_dict() returned."
+        )
+    if len(of_others) != others:
+        raise ValueError(
+            f"The state has {len(of_others) + 1} losses, and this scaler has num_losses={num_losses}: create the "
+            "scaler as it was when it was saved."
+        )
+    return [first, *(checked_state(state, floor) for state in of_others)]
 
 
 def checked_state(saved: Any, floor: float | None) -> dict[str, Any]:
