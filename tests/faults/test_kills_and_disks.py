@@ -315,21 +315,26 @@ def test_processes_that_ask_whether_a_log_is_held_do_not_disturb_each_other_nor_
     path = tmp_path / "rank-0.jsonl"
     path.touch()
 
-    def ask(seconds=0.5):
-        until, held = time.monotonic() + seconds, 0
+    def share(is_wrong, seconds=0.5):
+        """Of calls in a row; a process that loses its core with the lock in its hand, on a busy machine, is waited for
+        by the others some milliseconds only."""
+        until, wrong, calls = time.monotonic() + seconds, 0, 0
         while time.monotonic() < until:
-            held += is_held(path)
-        return held
+            wrong, calls = wrong + is_wrong(), calls + 1
+        return wrong / calls
 
-    def hold_again_and_again(seconds=0.5):
-        until, refused = time.monotonic() + seconds, 0
-        while time.monotonic() < until:
+    def ask():
+        return share(lambda: is_held(path))
+
+    def hold_again_and_again():
+        def is_refused():
             with path.open("ab") as file:
-                refused += not hold(file.fileno())
-        return refused
+                return not hold(file.fileno())
 
-    assert in_forks(ask, ask) == [0, 0]
-    assert in_forks(ask, ask, hold_again_and_again)[-1] == 0
+        return share(is_refused)
+
+    assert max(in_forks(ask, ask)) < 0.005  # 0.1 where nobody tries again
+    assert in_forks(ask, ask, hold_again_and_again)[-1] < 0.02  # 0.2
     with path.open("ab") as file:
         assert hold(file.fileno())
         assert is_held(path)
