@@ -1,6 +1,7 @@
 """``combine_ddp`` trains as DistributedDataParallel, to the bit; the ranks run all checks in one start."""
 
 import copy
+import io
 import re
 
 import pytest
@@ -428,6 +429,20 @@ def alone_with_a_new_group(rank):
     return rank == 1 or all(param.grad is not None for param in (*model.parameters(), *more.parameters()))
 
 
+def copies_on_one_rank(rank):
+    """Train copies of a model on rank 0 alone, then the model on both ranks."""
+    model = make_model()
+    session, optimizer, called = prepared(model, **COMBINED)
+    saved = io.BytesIO()
+    torch.save(model, saved)
+    saved.seek(0)
+    copies = [copy.deepcopy(model), torch.load(saved, weights_only=False)] if rank == 0 else []
+    for each in copies:
+        each(batch_of(0, rank)).square().mean().backward()
+    backward(session, optimizer, called(batch_of(1, rank)).square().mean())
+    return same_on_all_ranks([param.grad for param in model.parameters()])
+
+
 CHECKS = {
     **{
         f"equals DDP at {level}": lambda rank, level=level: equals_ddp(rank, level)
@@ -458,6 +473,7 @@ CHECKS = {
             another_scale_on_one_rank,
             a_sparse_gradient_on_one_rank,
             alone_with_a_new_group,
+            copies_on_one_rank,
         )
     },
 }
@@ -578,6 +594,11 @@ def test_parameters_that_join_the_optimizer_later_are_averaged(found):
     assert found["a_group_that_joins_on_every_rank"] == (({"nothing was raised"}, True, True),) * 2
     assert found["a_group_that_joins_equals_ddp"] == (True, True)
     assert found["alone_with_a_new_group"] == (True, True)
+
+
+def test_copies_of_a_model_belong_to_one_rank(found):
+    """An average of weights, for example, which rank 0 alone trains, saves or evaluates."""
+    assert found["copies_on_one_rank"] == (True, True)
 
 
 def test_parameters_that_join_on_one_rank_are_refused_on_every_rank(found):
