@@ -410,6 +410,31 @@ def another_scale_on_one_rank(rank):
     return said
 
 
+def another_number_of_steps(rank):
+    """Rank 0 accumulates two backwards; rank 1 steps after each, so that its second one is of other weights."""
+    model = make_model()
+    del model[1]  # without buffers the ranks exchange nothing but gradients
+    session, optimizer, called = prepared(model, **COMBINED)
+    said = []
+    for step in range(2):
+        said.append(message_of(lambda step=step: backward(session, optimizer, called(batch_of(step, rank)).sum())))
+        if rank == 1:
+            optimizer.step()
+            optimizer.zero_grad()
+    return said
+
+
+def a_tool_steps_on_one_rank(rank):
+    model = make_model()
+    session, optimizer, called = prepared(model, **COMBINED)
+    if rank == 0:
+        with on_this_rank_alone():
+            backward(session, optimizer, called(batch_of(0, rank)).sum())
+            optimizer.step()
+        optimizer.zero_grad()
+    return message_of(lambda: backward(session, optimizer, called(batch_of(0, rank)).sum()))
+
+
 def a_sparse_gradient_on_one_rank(rank):
     """Rank 1 reaches the sparse embedding, rank 0 does not: both raise, and nothing waits."""
     model = nn.ModuleDict({"table": nn.Embedding(8, 4, sparse=True), "head": nn.Linear(4, 1)})
@@ -474,6 +499,8 @@ CHECKS = {
             a_sparse_gradient_on_one_rank,
             alone_with_a_new_group,
             copies_on_one_rank,
+            another_number_of_steps,
+            a_tool_steps_on_one_rank,
         )
     },
 }
@@ -625,6 +652,13 @@ def test_a_loss_scale_that_one_rank_loads_is_refused_until_all_have_it(found):
         assert re.match(begin, second)
         assert is_restored
         assert third == "nothing was raised"
+
+
+def test_ranks_of_which_one_is_a_step_ahead_are_refused(found):
+    for first, second in found["another_number_of_steps"]:
+        assert first == "nothing was raised"
+        assert re.match(r"RuntimeError: .* the number of steps is 0 on rank 0 and 1 on rank 1\.", second)
+    assert found["a_tool_steps_on_one_rank"] == ("nothing was raised",) * 2
 
 
 def test_a_gradient_that_one_rank_cannot_average_is_refused_on_every_rank(found):
