@@ -162,8 +162,8 @@ def check_writable(path: str | PathLike[str], argument: str, advice: str) -> Non
         target = target_of(wanted) if os.path.islink(wanted) else wanted
         folder = target.parent if target.suffix == ".jsonl" and not target.is_dir() else target
         folder.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=folder):
-            pass
+        with tempfile.TemporaryFile(dir=folder, buffering=0) as file:
+            file.write(b"\n")  # a full disk makes empty files
     except OSError as error:
         raise ValueError(
             f"{argument}{path}: cannot write there ({error.strerror or error}); expected a writable folder or .jsonl "

@@ -112,9 +112,16 @@ def _chosen(known: list[str], name: str) -> list[str]:
 
 
 def lessons_directory() -> Path:
-    """Return the folder of the working copies: $AMPLAB_LESSONS, else ~/amplab-lessons."""
-    named = os.environ.get("AMPLAB_LESSONS")
-    return Path(named).expanduser().absolute() if named else Path.home() / "amplab-lessons"
+    """Return the folder of the working copies: $AMPLAB_LESSONS, else ~/amplab-lessons.
+
+    Raises:
+        LaunchError: the variable names the home folder of a user that does not exist.
+    """
+    named = os.environ.get("AMPLAB_LESSONS") or "~/amplab-lessons"
+    try:
+        return Path(named).expanduser().absolute()
+    except RuntimeError:
+        raise LaunchError(f"AMPLAB_LESSONS={named}: no such home; expected a folder, such as ~/lessons.") from None
 
 
 def progress_file(folder: Path) -> Path:
@@ -170,9 +177,15 @@ def _equal(lesson: Path, copy: Path) -> bool:
 
 
 def _write_new(lesson: Path, copy: Path) -> None:
-    """Copy the content and never another file's permissions: an installation may be read-only."""
-    with lesson.open("rb") as source, copy.open("xb") as target:
-        shutil.copyfileobj(source, target)
+    """Copy the content whole or not at all, and never another file's permissions: an installation may be read-only."""
+    partial = copy.with_name(f".{copy.name}.{os.getpid()}.partial")
+    try:
+        with lesson.open("rb") as source, partial.open("wb") as target:
+            shutil.copyfileobj(source, target)
+        partial.rename(copy)
+    except BaseException:
+        partial.unlink(missing_ok=True)
+        raise
 
 
 def _free_name(copy: Path) -> Path:

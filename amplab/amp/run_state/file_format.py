@@ -74,7 +74,7 @@ def write_run_state(path: Path, state: dict[str, Any]) -> None:
             )
 
     def save(file: BinaryIO) -> None:
-        with _checksums(), _disk_errors_named(path):
+        with _checksums():
             torch.save({_MARK: FORMAT, "amplab": __version__, "torch": str(torch.__version__), **state}, file)
 
     write_atomically(path, save)
@@ -172,12 +172,12 @@ def _checksums() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _disk_errors_named(path: Path) -> Iterator[None]:
-    """Raise the OSError that torch.save replaces by "enforce fail … unexpected pos"."""
+    """Let an error of the disk name ``path``, also where torch.save replaces it by "enforce fail … unexpected pos"."""
     try:
         yield
-    except RuntimeError as error:
-        cause = error.__context__
-        if isinstance(cause, OSError):
+    except (OSError, RuntimeError) as error:
+        cause = error if isinstance(error, OSError) else error.__context__
+        if isinstance(cause, OSError) and cause.errno is not None:
             raise OSError(cause.errno, cause.strerror, str(path)) from None
         raise
 
@@ -211,7 +211,7 @@ def write_atomically(path: Path, write: Callable[[BinaryIO], object]) -> None:
     if not folder.is_dir():
         raise FileNotFoundError(f"the folder {folder} of {path.name} does not exist; create it first.")
     remove_partials(folder, path.name)
-    with _new_partial(path) as (partial, file):
+    with _disk_errors_named(path), _new_partial(path) as (partial, file):
         write(file)
         file.flush()
         os.fsync(file.fileno())

@@ -370,7 +370,10 @@ def _explain(recipe: Recipe, log: bytes) -> Obstacle:
     folder = cache.writable_folder(recipe.key)
     if folder is None:
         return Obstacle(cause, _SET_CACHE)
-    (folder / "build.log").write_bytes(log)
+    try:
+        (folder / "build.log").write_bytes(log)
+    except OSError as error:
+        return Obstacle(cause, f"free some space, since {folder} cannot be written ({error.strerror}), or {_SET_CACHE}")
     return Obstacle(cause, f"read {folder / 'build.log'}")
 
 
