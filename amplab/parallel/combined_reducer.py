@@ -303,8 +303,8 @@ class CombinedReducer:
         """Send what has not been sent, wait, and make the averages the gradients.
 
         Raises:
-            RuntimeError: on every rank: the parameters, or settings or steps of `begin`, differ between ranks; a gradient
-                is sparse, or of another dtype or shape than its parameter; a rank does not take part. On this rank: a
+            RuntimeError: on every rank: the parameters, the settings or the steps differ between ranks; a gradient is
+                sparse, or of another dtype or shape than its parameter; a rank does not take part. On this rank: a
                 gradient was written after its bucket had been sent.
 
         Sync: as `torch.distributed.Work.wait`; one for each bucket; one more if this rank has not reached every
