@@ -133,15 +133,15 @@ def _skips(history: History) -> str:
 
 
 def _rates(history: History) -> dict[str, list[float]]:
-    """Steps per second over the run; the median of each part, so that a pause does not show."""
+    """Steps per second over the run: of each part the median in its middle, so that a pause does not show."""
     taken = len(history) - 1  # times between two steps
     if taken < 2:
         return {"steps": [], "values": []}
-    edges = np.linspace(0, taken, min(_RATES, taken // 2) + 1).astype(np.int64)
-    wide = min(int(np.diff(edges).min()), _MOST_TIMED)
-    middles = (edges[:-1] + edges[1:]) // 2
-    firsts = np.clip(middles - wide // 2, edges[:-1], edges[1:] - wide)
-    rows = firsts[:, None] + np.arange(wide + 1)  # (parts, rows)
+    parts = min(_RATES, taken // 2)
+    lengths = taken // parts + (np.arange(parts) < taken % parts)
+    wide = min(taken // parts, _MOST_TIMED)
+    middles = np.cumsum(lengths) - lengths + lengths // 2
+    rows = (middles - wide // 2)[:, None] + np.arange(wide + 1)  # (parts, rows)
     medians = np.median(np.diff(history.column("seconds", rows.ravel()).reshape(rows.shape)), axis=1)
     return {
         "steps": history.column("step", middles + 1).tolist(),
