@@ -208,6 +208,8 @@ class History:
         Raises:
             ValueError: No rule has that name, or the run has no step yet.
         """
+        if not len(self):
+            raise ValueError("replay(): the run has no step yet; expected at least one. Train it first.")
         samples = [(sample.step, sample.histogram) for sample in self.gradient_samples]
         exponents = [None if math.isnan(value) else value for value in self.column("grad_exponent").tolist()]
         scales, skipped = self.column("loss_scale").tolist(), self.column("skipped").tolist()
