@@ -433,7 +433,7 @@ class ExperimentConfig:
 
     def default_of(self, name: str) -> Any:
         """Return the default of a field, which may depend on the task."""
-        return getattr(ExperimentConfig() if name == "task" else ExperimentConfig(task=self.task), name)
+        return FIELDS["task"].default if name == "task" else getattr(ExperimentConfig(task=self.task), name)
 
     def default_shown(self, name: str) -> str:
         """Return the default of a field as the dashboard shows it.
@@ -455,9 +455,21 @@ class ExperimentConfig:
         >>> config.differs("lr"), config.differs("opt_level"), config.changed(optimizer="adam").differs("lr")
         (False, True, True)
         """
-        if name == "lr":
-            return self.learning_rate != self.usual_learning_rate
-        return bool(getattr(self, name) != self.default_of(name))
+        return name in self.differing()
+
+    def differing(self) -> frozenset[str]:
+        """Return the names of the fields whose value in effect differs from their default.
+
+        >>> sorted(ExperimentConfig(lr=0.5, opt_level="O2", task="text").differing())
+        ['lr', 'opt_level', 'task']
+        """
+        usual = ExperimentConfig(task=self.task)
+        names = {name for name in FIELDS if name not in ("task", "lr") and getattr(self, name) != getattr(usual, name)}
+        if self.task != FIELDS["task"].default:
+            names.add("task")
+        if self.learning_rate != self.usual_learning_rate:
+            names.add("lr")
+        return frozenset(names)
 
     def defaults(self) -> ExperimentConfig:
         """Return the config with the same weights at the start and every other field at its default.
