@@ -35,16 +35,8 @@ from amplab.amp.run_state.file_format import RunStateError, read_run_state
 from amplab.diagnose import Findings, FirstNonfinite, TwinReport, doctor, twin
 from amplab.formats.exponents import BINS, LOWEST_EXPONENT
 from amplab.kernels import tensor_stats
-from amplab.lab.config import (
-    FIELDS,
-    LIVE_FIELDS,
-    OPTIMIZERS,
-    OWN,
-    Change,
-    ExperimentConfig,
-    SettingRefused,
-    listed,
-)
+from amplab.lab.config import FIELDS, LIVE_FIELDS, OPTIMIZERS, OWN, ExperimentConfig
+from amplab.lab.config_field import Change, SettingRefused, listed
 from amplab.lab.events import GradientRecord, MixedScales, StepRecord
 from amplab.lab.faults import (
     FAULTS,

@@ -16,7 +16,7 @@ from typing import Any
 
 from amplab.display.numbers import power
 from amplab.lab import FIELDS, LIVE_FIELDS, ExperimentConfig, Trainer, field_named
-from amplab.lab.config import Change, ConfigField, SettingRefused
+from amplab.lab.config_field import Change, ConfigField, SettingRefused
 from amplab.lab.levels import LEVELS, Level, explained, why_no_override
 
 __all__ = ["act", "controls_payload", "field_value"]
@@ -91,7 +91,7 @@ def _field(field: ConfigField, config: ExperimentConfig, *, differs: bool) -> di
         "value": value,
         "options": _options(field, config),
         "reason": why_no_override(config.opt_level, field.name) if field.overrides_level else None,
-        "back": field.default_shown(config) if differs else None,
+        "back": config.default_shown(field.name) if differs else None,
     }
 
 
