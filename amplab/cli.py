@@ -192,19 +192,21 @@ def bench(options: argparse.Namespace) -> int:
     if options.suite == "gpu":
         return bench_gpu(options)
     from amplab.amp.run_state.file_format import write_atomically
+    from amplab.amp.run_state.paths import given_path
     from amplab.bench import as_json, as_text, run_ddp, run_suite
 
-    if options.json is not None and not may_write(options.json):
-        return refuse(
-            options,
-            OSError(f"--json {options.json}: expected the path of a file in a writable folder, on a disk with space."),
-        )
+    path = None
+    try:
+        if options.json is not None and not may_write(path := given_path(options.json, "--json")):
+            raise OSError(f"--json {path}: expected the path of a file in a writable folder, on a disk with space.")
+    except (OSError, ValueError) as error:
+        return refuse(options, error)
     try:
         rounds = options.rounds
         results = run_ddp(rounds=rounds) if options.suite == "ddp" else run_suite(options.suite, rounds=rounds)
         print(as_text(results))
-        if options.json is not None:
-            write_atomically(options.json, lambda file: file.write(as_json(results).encode()))
+        if path is not None:
+            write_atomically(path, lambda file: file.write(as_json(results).encode()))
     except (OSError, RuntimeError) as error:
         return refuse(options, error)
     return 0
@@ -220,12 +222,14 @@ def bench_gpu(options: argparse.Namespace) -> int:
 
 def may_write(path: Path) -> bool:
     """Return whether a file can be written at `path`; asked before minutes of measuring."""
+    from amplab.amp.run_state.paths import special_kind
+
     try:
         with tempfile.TemporaryFile(dir=path.parent, buffering=0) as file:
             file.write(b"\n")  # a full disk makes empty files
     except OSError:
         return False
-    return not path.is_dir()
+    return not special_kind(path)
 
 
 def examine(options: argparse.Namespace) -> int:
@@ -256,9 +260,8 @@ def findings_in_log(path: str) -> "Findings":
     try:
         run = load_run(path)
     except OSError as error:
-        raise TargetError(
-            f"{path}: {error.strerror or error}; expected a run log, such as one in ~/.amplab/runs."
-        ) from None
+        problem = f"{path}: {error.strerror}" if error.strerror else str(error).rstrip(".")
+        raise TargetError(f"{problem}; expected a run log, such as one in ~/.amplab/runs.") from None
     except ValueError as error:
         raise TargetError(str(error)) from None
     print(run)

@@ -23,6 +23,7 @@ import torch
 
 from amplab import kernels
 from amplab.amp.run_state.file_format import write_atomically
+from amplab.amp.run_state.paths import given_path
 from amplab.bench.gpu_cases import FULL, SMALL, GpuCase, Sides, gpu_cases
 from amplab.bench.gpu_checks import Check, run_checks, run_step_checks
 from amplab.bench.interleaved import Contestant, one_thread, quartiles
@@ -69,7 +70,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     text, whole = report(_measure(cases, options.rounds), checks, _device_facts())
     _say(text)
     if not options.small:
-        path = options.json or RESULTS / f"{_file_name(torch.cuda.get_device_name())}.json"
+        path = given_path(options.json or RESULTS / f"{_file_name(torch.cuda.get_device_name())}.json", "--json")
         path.parent.mkdir(parents=True, exist_ok=True)
         write_atomically(path, lambda file: file.write(whole.encode()))
         _say(f"written to {path}")

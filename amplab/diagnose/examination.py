@@ -66,6 +66,7 @@ from amplab.parallel.ranks import data_parallel, texts_of_ranks, this_rank
 from amplab.policies import PrecisionPolicy
 from amplab.policies.nested_tensors import samples_in
 from amplab.trace.argument_checks import check_loss_scale
+from amplab.trace.as_found import leaves_as_found
 from amplab.trace.engines import compiled_functions_eagerly
 from amplab.trace.handed_step import (
     HandedStep,
@@ -90,6 +91,7 @@ _RANKS_WAIT = 30.0
     "amplab.doctor(model, batch, loss=criterion, optimizer=optimizer, scaler=scaler)",
     "amplab.doctor(model, step=loss_of, optimizer=optimizer, scaler=scaler)",
 )
+@leaves_as_found
 def doctor(
     model: Models | None = None,
     batch: Any = None,
@@ -376,7 +378,7 @@ def _examine_loop(
         return []  # the run and the step show it
     except RecordingError as error:
         warnings.warn(
-            f"amplab.doctor: the rules about the loop were not applied: {error}", RuntimeWarning, stacklevel=3
+            f"amplab.doctor: the rules about the loop were not applied: {error}", RuntimeWarning, stacklevel=5
         )
         return []
     except Exception as error:

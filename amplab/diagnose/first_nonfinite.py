@@ -33,6 +33,7 @@ from amplab.policies import PrecisionPolicy
 from amplab.policies.nested_tensors import map_tensors, named_tensors_in
 from amplab.trace import OpRecord, trace_step
 from amplab.trace.argument_checks import check_loss_scale
+from amplab.trace.as_found import leaves_as_found
 from amplab.trace.handed_step import (
     HandedStep,
     Loss,
@@ -142,6 +143,7 @@ class FirstNonfinite:
     "amplab.first_nonfinite(model, batch, loss=criterion, scaler=scaler)",
     "amplab.first_nonfinite(model, step=loss_of, scaler=scaler)",
 )
+@leaves_as_found
 def first_nonfinite(
     model: Models,
     batch: Any = None,

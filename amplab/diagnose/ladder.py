@@ -46,6 +46,7 @@ from amplab.display.html import Markup, markup
 from amplab.display.numbers import count, power, size
 from amplab.display.table import Card, Cell, Column, Table
 from amplab.trace.argument_checks import check_gradients_on
+from amplab.trace.as_found import Undo, leaves_as_found
 from amplab.trace.handed_step import Loss, shows_calls
 from amplab.trace.random_states import seed_all
 
@@ -267,6 +268,7 @@ def _tell(line: str) -> None:
     "amplab.ladder(make_model, data, loss=criterion)",
     "amplab.ladder(make_model, data, step=lambda model, batch: criterion(model(batch)))",
 )
+@leaves_as_found
 def ladder(
     make_model: Callable[[], nn.Module] | nn.Module,
     data: Any,
@@ -496,8 +498,7 @@ def _batches(data: Any) -> Iterator[Any]:
 @contextmanager
 def _seeded(seed: int) -> Iterator[None]:
     kept = capture_rng()
-    seed_all(seed)
-    try:
+    with Undo() as undo:
+        undo.add(partial(restore_rng, kept))
+        seed_all(seed)
         yield
-    finally:
-        restore_rng(kept)

@@ -27,6 +27,7 @@ from amplab.formats import LOW_PRECISION_DTYPES
 from amplab.parallel.ranks import this_rank
 from amplab.policies.nested_tensors import map_tensors
 from amplab.trace.argument_checks import check_loss, check_step
+from amplab.trace.as_found import leaves_as_found
 from amplab.trace.dispatch_mode import DispatchMode
 from amplab.trace.engines import clear_cast_caches
 from amplab.trace.untouched import untouched
@@ -65,6 +66,7 @@ class RerunResult:
         return math.isfinite(self.loss) and not self.bad_gradients
 
 
+@leaves_as_found
 def probe(
     model: nn.Module,
     step: Callable[[], Tensor],
@@ -92,6 +94,7 @@ def probe(
         return _result_of(model, loss, loss_scale)
 
 
+@leaves_as_found
 def gradients_of(
     model: nn.Module,
     step: Callable[[], Tensor],
@@ -134,6 +137,7 @@ class Headroom:
     factor: float | None
 
 
+@leaves_as_found
 def headroom(
     model: nn.Module,
     step: Callable[[], Tensor],
@@ -205,6 +209,7 @@ class UpdateRate(NamedTuple):
     by_sign: bool
 
 
+@leaves_as_found
 def losses_in_float32(
     model: nn.Module,
     step: Callable[[], Tensor],

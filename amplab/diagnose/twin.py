@@ -30,6 +30,7 @@ from amplab.diagnose.trial import (
 from amplab.diagnose.twin_report import TwinReport, TwinRow, TwinStep, twin_error
 from amplab.policies.nested_tensors import floating_tensors_in
 from amplab.trace.argument_checks import accepts, check_gradients_on
+from amplab.trace.as_found import leaves_as_found
 from amplab.trace.handed_step import Loss, handed_step, shows_calls
 from amplab.trace.random_states import seed_all
 from amplab.trace.untouched import untouched
@@ -43,6 +44,7 @@ _ROUNDING = 1e-5  # relative: a sum of a million float32 values that cancel is a
     "amplab.twin(model, batch, loss=criterion)",
     "amplab.twin(model, batch, step=lambda model, batch: criterion(model(batch)))",
 )
+@leaves_as_found
 def twin(
     model: nn.Module,
     batch: Any,

@@ -251,7 +251,7 @@ def what_if(record: ScaleHistory, rule: ScaleRule | str, name: str | None = None
     if name is not None and not isinstance(name, str):
         raise TypeError(f"name={name!r}: expected a name for the rule, or None for its own.")
     if not len(record.scales):
-        raise ValueError("what_if: the run has no step yet; train first.")
+        raise ValueError("what_if(record): the record has no step; expected at least one.")
     run = replay(rule, gradient_exponents=record.grad_exponents, recorded_scales=record.scales, fmt=record.fmt)
     return WhatIf(name or named, run, record)
 

@@ -22,6 +22,7 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore
 from torch.distributed.rendezvous import rendezvous
 
+from amplab.amp.run_state.paths import given_path
 from amplab.lab.checkpoints import Checkpoint, checkpoint_of_launch
 from amplab.lab.config import ExperimentConfig
 from amplab.lab.console import TrainSummary, train
@@ -62,7 +63,7 @@ def logs_of_launch(log_path: str | PathLike[str] | None, launch: str) -> dict[in
 
 def _runs_in(log_path: str | PathLike[str] | None) -> Path:
     """Return the folder of the folders of runs."""
-    folder = runs_directory() if log_path is None else Path(log_path)
+    folder = runs_directory() if log_path is None else given_path(log_path, "--log")
     return folder.parent if folder.suffix == ".jsonl" else folder
 
 

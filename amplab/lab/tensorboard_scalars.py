@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from os import PathLike
 
+from amplab.amp.run_state.paths import given_path
 from amplab.lab.events import StepRecord
 
 __all__ = ["TensorBoardScalars"]
@@ -27,7 +28,7 @@ class TensorBoardScalars:
             raise ImportError(
                 "tensorboard=…: TensorBoard is not installed; run: python -m pip install tensorboard, or omit it."
             ) from error
-        self._writer = SummaryWriter(str(folder))
+        self._writer = SummaryWriter(str(given_path(folder, "tensorboard")))
         self._skips = 0
 
     def write(self, record: StepRecord, gradient_norm: float | None) -> None:

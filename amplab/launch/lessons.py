@@ -112,9 +112,16 @@ def _chosen(known: list[str], name: str) -> list[str]:
 
 
 def lessons_directory() -> Path:
-    """Return the folder of the working copies: $AMPLAB_LESSONS, else ~/amplab-lessons."""
-    named = os.environ.get("AMPLAB_LESSONS")
-    return Path(named).expanduser().absolute() if named else Path.home() / "amplab-lessons"
+    """Return the folder of the working copies: $AMPLAB_LESSONS, else ~/amplab-lessons.
+
+    Raises:
+        LaunchError: the variable names the home folder of a user that does not exist.
+    """
+    named = os.environ.get("AMPLAB_LESSONS") or "~/amplab-lessons"
+    try:
+        return Path(named).expanduser().absolute()
+    except RuntimeError:
+        raise LaunchError(f"AMPLAB_LESSONS={named}: no such home; expected a folder, such as ~/lessons.") from None
 
 
 def progress_file(folder: Path) -> Path:

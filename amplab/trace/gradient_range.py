@@ -25,6 +25,7 @@ from amplab.display.table import Card, Cell, Column, Table
 from amplab.formats import FLOAT16, ExponentHistogram, FloatFormat
 from amplab.policies import disable_casts
 from amplab.trace.argument_checks import check_gradients_on, check_loss_scale
+from amplab.trace.as_found import leaves_as_found
 from amplab.trace.handed_step import Loss, Models, as_model, handed_step, shows_calls
 from amplab.trace.statistics import Statistics
 from amplab.trace.step import run_backward
@@ -172,6 +173,7 @@ class GradientRange:
 
 
 @shows_calls("amplab.gradient_range(model, batch, loss=criterion)", "amplab.gradient_range(model, step=loss_of)")
+@leaves_as_found
 def gradient_range(
     model: Models,
     batch: Any = None,

@@ -12,6 +12,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import accumulate
 
 import torch
@@ -78,12 +79,16 @@ class KeptTensors:
             kept = None if known is None else known()
             # A dead reference means that the memory was freed and now belongs to another tensor.
             if kept is None and (module := keeper()) is not None:
-                kept = _Kept(self._changes, (module, casts.owns(address), size))
-                self._live[address] = weakref.ref(kept)
+                kept, side = _Kept(), casts.owns(address)
+                self._live[address] = weakref.ref(kept, partial(self._is_freed, module, side, size))
+                self._changes.append((module, side, size))
             return kept, tensor
 
         with torch.autograd.graph.saved_tensors_hooks(keep, _tensor_of):
             yield
+
+    def _is_freed(self, module: str, is_cast: bool, size: int, _kept: object) -> None:
+        self._changes.append((module, is_cast, -size))
 
     def peak(self) -> KeptBytes:
         """Return what was kept at the peak; call it after the step."""
@@ -98,15 +103,7 @@ class KeptTensors:
 class _Kept:
     """One storage, for as long as an op keeps it."""
 
-    __slots__ = ("__weakref__", "_change", "_changes")
-
-    def __init__(self, changes: list[tuple[str, bool, int]], change: tuple[str, bool, int]) -> None:
-        self._changes, self._change = changes, change
-        changes.append(change)
-
-    def __del__(self) -> None:
-        module, is_cast, size = self._change
-        self._changes.append((module, is_cast, -size))
+    __slots__ = ("__weakref__",)
 
 
 def _tensor_of(kept: tuple[_Kept | None, Tensor]) -> Tensor:

@@ -5,10 +5,12 @@ twice has the path under which `named_modules` finds it first.
 """
 
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from typing import Literal
 
 from torch import nn
+
+from amplab.trace.as_found import Undo
 
 __all__ = ["ModuleStack", "Stage"]
 
@@ -49,19 +51,25 @@ class ModuleStack:
     @contextmanager
     def following(self) -> Iterator[None]:
         """Follow the model while the block runs, and remove every hook at its end, also after an exception."""
-        with ExitStack() as undo:
-            undo.callback(self._forget)
+        with Undo() as undo:
+            undo.add(self._end_following)
             for module in self._paths:
                 # Run first and last, so that the ops of other hooks count as ops of the module.
                 if module._forward_pre_hooks:
-                    undo.callback(module.register_forward_pre_hook(self._begin).remove)
+                    module.register_forward_pre_hook(self._begin)
                 if module._forward_hooks:
-                    undo.callback(module.register_forward_hook(self._end, prepend=True).remove)
-                undo.callback(module.register_forward_pre_hook(self._enter, prepend=True).remove)
-                undo.callback(module.register_forward_hook(self._leave, always_call=True).remove)
+                    module.register_forward_hook(self._end, prepend=True)
+                module.register_forward_pre_hook(self._enter, prepend=True)
+                module.register_forward_hook(self._leave, always_call=True)
             yield
 
-    def _forget(self) -> None:
+    def _end_following(self) -> None:
+        """Remove the hooks, found by their owner: an interrupt may have lost the handle of the last one."""
+        for module in self._paths:
+            for hooks in (module._forward_pre_hooks, module._forward_hooks):
+                for number in [number for number, hook in hooks.items() if getattr(hook, "__self__", None) is self]:
+                    del hooks[number]
+                    module._forward_hooks_always_called.pop(number, None)
         self._running.clear()
         self.path, self.stage, self.depth = "", "", 0
 

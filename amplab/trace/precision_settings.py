@@ -4,7 +4,7 @@ At the end of the block everything is undone, including changes to weights.
 """
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,6 +14,7 @@ from torch import nn
 from amplab import amp
 from amplab.formats import LOW_PRECISION_DTYPES
 from amplab.policies import CastingEngine, PrecisionPolicy, disable_casts, thread_engines
+from amplab.trace.as_found import Undo
 from amplab.trace.handed_step import ModelGroup
 from amplab.trace.untouched import untouched
 
@@ -159,10 +160,9 @@ def _models(model: nn.Module) -> Iterator[nn.Module]:
 def _initialized(model: nn.Module, opt_level: str | None, policy: PrecisionPolicy | None) -> Iterator[PrecisionSetting]:
     level = "O1" if opt_level is None else opt_level
     session = amp.Session()
-    with ExitStack() as undo:
-        if level in ("O2", "O3"):
-            undo.enter_context(untouched(model))  # session.reset alone would leave weights rounded to 16 bits
-        undo.callback(session.reset)
+    # session.reset alone would leave weights rounded to 16 bits
+    with untouched(model) if level in ("O2", "O3") else nullcontext(), Undo() as undo:
+        undo.add(session.reset)
         session.initialize(list(_models(model)), opt_level=level, verbosity=0, policy=policy)
         name = " with ".join(filter(None, (opt_level, f"the policy {policy}" if policy is not None else "")))
         if level == "O0" and policy is None:

@@ -10,6 +10,8 @@ from typing import Any
 import numpy as np
 import torch
 
+from amplab.trace.as_found import Undo
+
 __all__ = ["restorers", "random_states_kept", "seed_all"]
 
 _MT19937_BYTES = 624 * 4 + 4  # NumPy's struct: the words, and the position among them
@@ -32,9 +34,8 @@ def random_states_kept(devices: Iterable[torch.device]) -> Iterator[None]:
     )
     others = sorted((device for device in devices if device.type not in ("cpu", "meta")), key=str)
     states = [(device, torch.get_device_module(device).get_rng_state(*_which(device))) for device in others]
-    try:
-        yield
-    finally:
+
+    def restore() -> None:
         random.setstate(python)
         torch.set_rng_state(torchs)
         # Setting the state takes a third of a tiny step. A step can use a cached normal value without drawing a word.
@@ -42,6 +43,10 @@ def random_states_kept(devices: Iterable[torch.device]) -> Iterator[None]:
             np.random.set_state(numpys)
         for device, state in states:
             torch.get_device_module(device).set_rng_state(state, *_which(device))
+
+    with Undo() as undo:
+        undo.add(restore)
+        yield
 
 
 def seed_all(seed: int) -> None:

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import CheckpointError
 
 from amplab.trace.argument_checks import check_loss, check_step
+from amplab.trace.as_found import leaves_as_found
 from amplab.trace.engines import clear_cast_caches, compiled_functions_eagerly
 from amplab.trace.kept_tensors import KeptTensors
 from amplab.trace.reasons import SCALE_LOSS, records_of
@@ -23,6 +24,7 @@ __all__ = ["explains_second_backward", "record_step", "run_backward", "trace_ste
 _AS_IT_IS: AbstractContextManager[object] = nullcontext()
 
 
+@leaves_as_found
 def trace_step(
     model: nn.Module,
     step: Callable[[], Tensor],

@@ -12,17 +12,18 @@ Reference: torch.optim.optimizer.register_optimizer_step_pre_hook.
 """
 
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from threading import get_ident
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.optim.optimizer import _global_optimizer_pre_hooks, register_optimizer_step_pre_hook
 from torch.utils._python_dispatch import _disable_current_modes
 
 from amplab.parallel.ranks import on_this_rank_alone
+from amplab.trace.as_found import Undo
 from amplab.trace.random_states import random_states_kept, restorers
 
 __all__ = ["ParkedGradients", "nodes_behind", "unchanged_optimizers", "untouched"]
@@ -87,18 +88,16 @@ def untouched(model: nn.Module) -> Iterator[ParkedGradients]:
     Sync: none.
     """
     gradients = ParkedGradients()
-    with ExitStack() as undo:
+    with Undo() as undo:
         with _unseen_by_engines():
-            undo.callback(gradients.restore)
+            undo.add(gradients.restore)
             states = [_ModuleState.of(module) for module in model.modules()]
             for state in states:
                 gradients.park(each for each in state.parameters.values() if each is not None and each.is_leaf)
-                undo.callback(state.restore)
+                undo.add(state.restore)
             devices = {copy.tensor.device for state in states for copy in state.copies}
-        undo.enter_context(random_states_kept(devices))
-        undo.enter_context(on_this_rank_alone())
-        undo.enter_context(unchanged_optimizers())
-        yield gradients
+        with random_states_kept(devices), on_this_rank_alone(), unchanged_optimizers():
+            yield gradients
 
 
 class _TensorCopy(NamedTuple):
@@ -182,14 +181,15 @@ def unchanged_optimizers() -> Iterator[None]:
             with torch._C.DisableTorchFunction(), _disable_current_modes():
                 seen[id(optimizer)] = _OptimizerState.of(optimizer)
 
-    hook = register_optimizer_step_pre_hook(remember)
-    try:
-        yield
-    finally:
-        hook.remove()
+    def restore() -> None:
         with torch._C.DisableTorchFunction():
             for state in seen.values():
                 state.restore()
+
+    with Undo() as undo:
+        undo.add(restore)
+        undo.register(register_optimizer_step_pre_hook, remember, _global_optimizer_pre_hooks)
+        yield
 
 
 class _OptimizerState(NamedTuple):

@@ -7,6 +7,7 @@ from torch import Tensor, nn
 
 from amplab.policies import PrecisionPolicy
 from amplab.trace.argument_checks import check_gradients_on, check_loss_scale
+from amplab.trace.as_found import leaves_as_found
 from amplab.trace.handed_step import HandedStep, Loss, Models, as_model, handed_step, shows_calls
 from amplab.trace.kept_tensors import KeptTensors
 from amplab.trace.precision_settings import PrecisionSetting, precision_setting
@@ -18,6 +19,7 @@ __all__ = ["xray"]
 
 
 @shows_calls("amplab.xray(model, batch, loss=criterion)", "amplab.xray(model, step=loss_of)")
+@leaves_as_found
 def xray(
     model: Models,
     batch: Any = None,

@@ -131,7 +131,7 @@ def test_refusals(rule, error, sentence):
 
 
 def test_a_run_without_steps_is_refused():
-    with pytest.raises(ValueError, match="no step yet"):
+    with pytest.raises(ValueError, match="the record has no step"):
         what_ifs(ScaleHistory([], [], []))
 
 

@@ -1,5 +1,6 @@
 """Words of the command line, config strings, messages of a page that make no sense: one line each, no traceback."""
 
+import os
 import random
 import time
 from contextlib import suppress
@@ -39,13 +40,17 @@ def working_folder(tmp_path, monkeypatch):
     (tmp_path / "binary.jsonl").write_bytes(random.Random(0).randbytes(3000))
     (tmp_path / "empty.jsonl").touch()
     (tmp_path / "folder.jsonl").mkdir()
+    (tmp_path / "loop.jsonl").symlink_to("loop.jsonl")
+    os.mkfifo(tmp_path / "pipe.jsonl")
     (tmp_path / "deep.jsonl").write_text("[" * 100_000)
     (tmp_path / "digits.jsonl").write_text('{"amplab_run":' + "9" * 5000 + "}")
     (tmp_path / "given.py").write_text("def three(): return 3\ndef wrong(): return {'model': 3}\nnumber = 1\n")
     return tmp_path
 
 
-LOGS = [f"{name}.jsonl" for name in ("binary", "empty", "folder", "deep", "digits", "missing", "a" * 5000)]
+LOGS = [
+    f"{name}.jsonl" for name in ("binary", "empty", "folder", "deep", "digits", "missing", "loop", "pipe", "a" * 5000)
+]
 TARGETS = [*LOGS, "given.py:three", "given.py:wrong", "given.py:number", "given.py:missing", "given.py:", *WORDS]
 COMMANDS = [
     *(["doctor", target] for target in TARGETS if target not in ("/dev/full",)),
@@ -55,6 +60,8 @@ COMMANDS = [
     ["train", "--nproc", "1025"],
     *(["train", f"--{name.replace('_', '-')}=\x1b[31m", "--steps=1"] for name in FIELDS),
     *(["bench", word] for word in WORDS),
+    *(["bench", "scaler", "--json", path] for path in ("pipe.jsonl", "loop.jsonl", "a" * 300, "~no-such-user/x", "/")),
+    *(["train", "--log", path] for path in ("pipe.jsonl/x", "loop.jsonl", "a" * 300, "~no-such-user/x")),
     *(["lab", "--notebook", word] for word in ("zz", "9" * 5000, "\x1b", "../../etc/passwd")),
     *([word] for word in WORDS),
 ]

@@ -18,6 +18,7 @@ from amplab import amp
 from amplab.lab import ExperimentConfig, RunLog, StepRecord, load_run
 from amplab.lab.checkpoints import Checkpoint
 from amplab.lab.experiment import Experiment, read_saved
+from amplab.lab.log_lock import hold, is_held
 from amplab.lab.run_store import RunStore
 from amplab.lab.watched_run import WatchedRun
 from amplab.parallel.ranks import Rank
@@ -123,18 +124,27 @@ def test_a_rank_killed_before_its_first_line_does_not_hide_the_others(tmp_path):
 
 def in_a_fork(work):
     """Call `work` in a copy of this process, whose limits it may change, and return its result."""
-    out, into = os.pipe()
-    child = os.fork()
-    if child == 0:
-        try:
-            os.write(into, json.dumps(work()).encode())
-        finally:
-            os._exit(0)
-    os.close(into)
-    with open(out, "rb") as results:
-        told = results.read()
-    os.waitpid(child, 0)
-    return json.loads(told)
+    return in_forks(work)[0]
+
+
+def in_forks(*works):
+    """Call each function in a copy of this process, all at the same time, and return their results."""
+    results = []
+    for work in works:
+        out, into = os.pipe()
+        if (child := os.fork()) == 0:
+            try:
+                os.write(into, json.dumps(work()).encode())
+            finally:
+                os._exit(0)
+        os.close(into)
+        results.append((child, out))
+    told = []
+    for child, out in results:
+        with open(out, "rb") as file:
+            told.append(json.load(file))
+        os.waitpid(child, 0)
+    return told
 
 
 def limit(size):
@@ -270,6 +280,30 @@ def test_a_log_is_read_while_its_process_writes(tmp_path):
         steps, reads = len(run.history), reads + 1
     assert ended == child
     assert len(load_run(path).history) == 4000
+
+
+def test_processes_that_ask_whether_a_log_is_held_do_not_disturb_each_other_nor_the_writer(tmp_path):
+    path = tmp_path / "rank-0.jsonl"
+    path.touch()
+
+    def ask(seconds=0.5):
+        until, held = time.monotonic() + seconds, 0
+        while time.monotonic() < until:
+            held += is_held(path)
+        return held
+
+    def hold_again_and_again(seconds=0.5):
+        until, refused = time.monotonic() + seconds, 0
+        while time.monotonic() < until:
+            with path.open("ab") as file:
+                refused += not hold(file.fileno())
+        return refused
+
+    assert in_forks(ask, ask) == [0, 0]
+    assert in_forks(ask, ask, hold_again_and_again)[-1] == 0
+    with path.open("ab") as file:
+        assert hold(file.fileno())
+        assert is_held(path)
 
 
 def altered_extra(path, **changes):

@@ -18,7 +18,8 @@ from amplab.lab import ExperimentConfig, GradientSample, RunLog, StepRecord, loa
 from amplab.lab.events import MixedScales
 from amplab.lab.findings import observed_run
 from amplab.lab.history import row_of
-from amplab.lab.run_log import free_path, new_path
+from amplab.lab.run_log import check_writable, free_path, new_path
+from amplab.lab.run_store import RunStore
 from amplab.lab.watched_run import WatchedRun
 
 CONFIG = ExperimentConfig(seed=3)
@@ -244,6 +245,54 @@ def test_steps_that_were_lost_or_doubled_are_named(tmp_path, kept, held):
     path.write_text(path.read_text(encoding="utf-8") + "".join(rows), encoding="utf-8")
     with pytest.raises(ValueError, match=f"holds step {held}"):
         load_run(path)
+
+
+@pytest.mark.skipif(os.name != "posix", reason="pipes, devices and links of POSIX")
+@pytest.mark.parametrize(
+    ("name", "error", "said"),
+    [
+        (5, TypeError, "expected the path of a file"),
+        ("a\0.jsonl", ValueError, "NUL character; remove it"),
+        ("n" * 300, OSError, "give a shorter one"),
+        ("loop.jsonl", OSError, "leads back to itself"),
+        ("pipe.jsonl", ValueError, "not a regular file but a named pipe; expected a run log"),
+        ("/dev/zero", ValueError, "not a regular file but a device; expected a run log"),
+        ("~no-such-user/run.jsonl", ValueError, "no home folder of no-such-user"),
+    ],
+)
+def test_what_is_no_file_is_refused_and_not_waited_for(tmp_path, monkeypatch, name, error, said):
+    monkeypatch.chdir(tmp_path)
+    os.mkfifo("pipe.jsonl")
+    os.symlink("loop.jsonl", "loop.jsonl")
+    with pytest.raises(error, match=said):
+        load_run(name)
+
+
+@pytest.mark.skipif(os.name != "posix", reason="links of POSIX")
+def test_a_tilde_and_a_link_without_a_target_name_the_file_that_is_written(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    os.symlink("elsewhere/run.jsonl", "run.jsonl")
+    for log, written in (("~/one.jsonl", "home/one.jsonl"), ("run.jsonl", "elsewhere/run.jsonl")):
+        check_writable(log, "log=", "")
+        store = RunStore(CONFIG, log=log, on_failure=pytest.fail)
+        store.append(RECORDS[0])
+        store.close()
+        assert store.log_path == tmp_path / written
+        assert len(load_run(log).history) == 1
+    assert sorted(each.name for each in tmp_path.iterdir()) == ["elsewhere", "home", "run.jsonl"]
+
+
+def test_a_model_with_a_long_name_gets_a_log(tmp_path):
+    store = RunStore(WatchedRun("N" * 300, "Adam", "apex"), log=tmp_path, on_failure=pytest.fail)
+    store.append(RECORDS[0])
+    store.close()
+    assert load_run(store.log_path).config.model == "N" * 300
+
+
+def test_an_empty_run_names_the_function_that_was_called(path):
+    with pytest.raises(ValueError, match=r"replay\(\): the run has no step yet"):
+        RunStore(CONFIG, log=None, on_failure=pytest.fail).history.replay()
 
 
 def test_a_log_never_writes_over_a_file(path):

@@ -7,91 +7,50 @@ from torch import nn
 from amplab.lessons import lesson_08 as lesson
 
 
-def clip_and_step(session, loss, optimizer):
-    """The solution of the third exercise."""
-    with session.scale_loss(loss, optimizer) as scaled_loss:
-        scaled_loss.backward()
-    nn.utils.clip_grad_norm_(session.master_params(optimizer), 1.0)
+def answer_of(*after, in_block=()):
+    """An answer to the third exercise: calls in the block of `scale_loss`, after the backward, and after the block."""
+
+    def answer(session, loss, optimizer):
+        with session.scale_loss(loss, optimizer) as scaled_loss:
+            scaled_loss.backward()
+            for call in in_block:
+                call(session, optimizer)
+        for call in after:
+            call(session, optimizer)
+
+    return answer
+
+
+def step(_session, optimizer):
     optimizer.step()
 
 
-def clip_late(session, loss, optimizer):
-    """Clip before the end of the block, where gradients are half and scaled."""
-    with session.scale_loss(loss, optimizer) as scaled_loss:
-        scaled_loss.backward()
-        params = [param for group in optimizer.param_groups for param in group["params"]]
-        half = [each for each in session.model_params(optimizer) if each.grad is not None]
-        nn.utils.clip_grad_norm_(half or params, 1.0)
-    optimizer.step()
+def clip_to(limit):
+    return lambda session, optimizer: nn.utils.clip_grad_norm_(session.master_params(optimizer), limit)
 
 
-def clip_by_the_session(session, loss, optimizer):
-    with session.scale_loss(loss, optimizer) as scaled_loss:
-        scaled_loss.backward()
+def clip_by_the_session(session, optimizer):
     session.clip_grad_norm_(optimizer, 1.0)
-    optimizer.step()
 
 
-def clip_model_params(session, loss, optimizer):
-    with session.scale_loss(loss, optimizer) as scaled_loss:
-        scaled_loss.backward()
+def clip_model_params(session, optimizer):
     nn.utils.clip_grad_norm_(session.model_params(optimizer), 1.0)
-    optimizer.step()
 
 
-def clip_nothing(session, loss, optimizer):
-    with session.scale_loss(loss, optimizer) as scaled_loss:
-        scaled_loss.backward()
-    optimizer.step()
+def clip_what_the_backward_wrote(session, optimizer):
+    """In the block gradients are half and scaled."""
+    params = [param for group in optimizer.param_groups for param in group["params"]]
+    half = [each for each in session.model_params(optimizer) if each.grad is not None]
+    nn.utils.clip_grad_norm_(half or params, 1.0)
 
 
-def clip_masters_in_the_block(session, loss, optimizer):
-    with session.scale_loss(loss, optimizer) as scaled_loss:
-        scaled_loss.backward()
-        nn.utils.clip_grad_norm_(session.master_params(optimizer), 1.0)
-    optimizer.step()
-
-
-def clip_after_the_step(session, loss, optimizer):
-    with session.scale_loss(loss, optimizer) as scaled_loss:
-        scaled_loss.backward()
-    optimizer.step()
-    nn.utils.clip_grad_norm_(session.master_params(optimizer), 1.0)
-
-
-def too_high(session, loss, optimizer):
-    with session.scale_loss(loss, optimizer) as scaled_loss:
-        scaled_loss.backward()
-    nn.utils.clip_grad_norm_(session.master_params(optimizer), 10.0)
-    optimizer.step()
-
-
-def no_step(session, loss, optimizer):
-    with session.scale_loss(loss, optimizer) as scaled_loss:
-        scaled_loss.backward()
-    nn.utils.clip_grad_norm_(session.master_params(optimizer), 1.0)
-
-
-def too_low(session, loss, optimizer):
-    with session.scale_loss(loss, optimizer) as scaled_loss:
-        scaled_loss.backward()
-    nn.utils.clip_grad_norm_(session.master_params(optimizer), 0.25)
-    optimizer.step()
-
-
-def normalizes(session, loss, optimizer):
+def normalize(session, optimizer):
     """Make the norm 1 also where it is below 1."""
-    with session.scale_loss(loss, optimizer) as scaled_loss:
-        scaled_loss.backward()
     for master in session.master_params(optimizer):
         master.grad /= master.grad.norm()
-    optimizer.step()
 
 
-def step_inside(session, loss, optimizer):
-    with session.scale_loss(loss, optimizer) as scaled_loss:
-        scaled_loss.backward()
-        optimizer.step()
+CLIP = clip_to(1.0)
 
 
 @pytest.mark.parametrize(
@@ -99,8 +58,8 @@ def step_inside(session, loss, optimizer):
     [
         (lesson.check_smallest_rate, 2**-11),
         (lesson.check_bytes_per_parameter, 14),
-        (lesson.check_clipped_step, clip_and_step),
-        (lesson.check_clipped_step, clip_by_the_session),
+        (lesson.check_clipped_step, answer_of(CLIP, step)),
+        (lesson.check_clipped_step, answer_of(clip_by_the_session, step)),
     ],
 )
 def test_the_solution_is_right(check, answer):
@@ -123,16 +82,16 @@ def test_the_solution_is_right(check, answer):
         (lesson.check_bytes_per_parameter, 99, "add 2, 4 or 8"),
         (lesson.check_clipped_step, ..., "Not answered"),
         (lesson.check_clipped_step, 1.0, "is not a function: write def answer"),
-        (lesson.check_clipped_step, clip_late, "1024 times too short"),
-        (lesson.check_clipped_step, clip_model_params, "not the parameters of the model"),
-        (lesson.check_clipped_step, clip_nothing, "nothing clips them"),
-        (lesson.check_clipped_step, clip_masters_in_the_block, "was called inside the block"),
-        (lesson.check_clipped_step, too_high, "the limit of the clip has to be 1.0"),
-        (lesson.check_clipped_step, clip_after_the_step, "was called after optimizer.step(): clip after the block"),
-        (lesson.check_clipped_step, no_step, "did not change"),
-        (lesson.check_clipped_step, too_low, "norm 0.25; expected 1"),
-        (lesson.check_clipped_step, normalizes, "norm 0.5, which is below the limit, became 1"),
-        (lesson.check_clipped_step, step_inside, "raised RuntimeError"),
+        (lesson.check_clipped_step, answer_of(step, in_block=[clip_what_the_backward_wrote]), "1024 times too short"),
+        (lesson.check_clipped_step, answer_of(clip_model_params, step), "not the parameters of the model"),
+        (lesson.check_clipped_step, answer_of(step), "nothing clips them"),
+        (lesson.check_clipped_step, answer_of(step, in_block=[CLIP]), "was called inside the block"),
+        (lesson.check_clipped_step, answer_of(clip_to(10.0), step), "the limit of the clip has to be 1.0"),
+        (lesson.check_clipped_step, answer_of(step, CLIP), "was called after optimizer.step(): clip after the block"),
+        (lesson.check_clipped_step, answer_of(CLIP), "did not change"),
+        (lesson.check_clipped_step, answer_of(clip_to(0.25), step), "norm 0.25; expected 1"),
+        (lesson.check_clipped_step, answer_of(normalize, step), "norm 0.5, which is below the limit, became 1"),
+        (lesson.check_clipped_step, answer_of(in_block=[step]), "raised RuntimeError"),
     ],
 )
 def test_a_wrong_answer_is_told_what_is_wrong(check, answer, said):

@@ -40,10 +40,18 @@ def checkpoint(function: Callable[..., Any], *args: Any, use_reentrant: bool | N
     Returns:
         The result of ``function``.
 
+    Raises:
+        TypeError: ``function`` cannot be called.
+
     Sync: none.
 
     Reference: torch.utils.checkpoint.checkpoint
     """
+    if not callable(function):
+        raise TypeError(
+            f"checkpoint({function!r}): expected a function or a module whose activations are computed again; write "
+            "checkpoint(block, inputs, use_reentrant=False)."
+        )
     if torch.compiler.is_compiling():  # the graph contains the casts, and the graph is recomputed
         return torch_checkpoint(function, *args, use_reentrant=use_reentrant, **kwargs)
     return torch_checkpoint(_SameCasts(function), *args, use_reentrant=use_reentrant, **kwargs)

@@ -13,7 +13,7 @@ from torch.nn.parameter import is_lazy
 
 from amplab.amp.apex.loss_scaling import checked_entry
 from amplab.amp.pytorch.loss_scale import checked_state
-from amplab.amp.run_state.optimizer_checks import dtype_kind
+from amplab.amp.run_state.optimizer_checks import dtype_kind, problems_of_each
 
 __all__ = ["form_problems", "model_problems", "scale_problems", "session_problems"]
 
@@ -42,21 +42,18 @@ def form_problems(state: Mapping[str, Any]) -> Iterator[str]:
 
 def model_problems(models: Sequence[Module], saved: Sequence[Any]) -> Iterator[str]:
     """Yield the problems of loading ``saved`` into ``models``; none if there are no models."""
-    if not models:
+    yield from problems_of_each("model", models, saved, _different_values)
+
+
+def _different_values(model: Module, values: Any) -> Iterator[str]:
+    if not isinstance(values, Mapping) or not all(isinstance(key, str) for key in values):
+        yield f"the file has a {type(values).__name__} instead of a state_dict"
         return
-    if len(models) != len(saved):
-        yield f"the file has {len(saved)} model(s), and {len(models)} were passed"
-        return
-    for index, (model, values) in enumerate(zip(models, saved, strict=True)):
-        name = "model" if len(models) == 1 else f"model {index}"
-        if not isinstance(values, Mapping) or not all(isinstance(key, str) for key in values):
-            yield f"{name}: the file has a {type(values).__name__} instead of a state_dict"
-            continue
-        expected = model.state_dict()
-        yield from _different_keys(name, expected, values)
-        for key in filter(values.__contains__, expected):
-            if not is_lazy(expected[key]):
-                yield from (f"{name}: {key} {each}" for each in _different_tensors(expected[key], values[key]))
+    expected = model.state_dict()
+    yield from _different_keys(expected, values)
+    for key in filter(values.__contains__, expected):
+        if not is_lazy(expected[key]):
+            yield from (f"{key} {each}" for each in _different_tensors(expected[key], values[key]))
 
 
 def session_problems(saved: Mapping[str, Any]) -> Iterator[str]:
@@ -85,14 +82,14 @@ def scale_problems(saved: Mapping[str, Any]) -> Iterator[str]:
             return
 
 
-def _different_keys(name: str, here: Mapping[str, Any], there: Mapping[str, Any]) -> Iterator[str]:
+def _different_keys(here: Mapping[str, Any], there: Mapping[str, Any]) -> Iterator[str]:
     for what, keys in (
         ("missing", [key for key in here if key not in there]),
         ("unexpected", [key for key in there if key not in here]),
     ):
         if keys:
             more = f" and {len(keys) - _MOST_NAMES} more" if len(keys) > _MOST_NAMES else ""
-            yield f"{name}: {what} key(s) {', '.join(keys[:_MOST_NAMES])}{more}"
+            yield f"{what} key(s) {', '.join(keys[:_MOST_NAMES])}{more}"
 
 
 def _different_tensors(here: Any, there: Any) -> Iterator[str]:

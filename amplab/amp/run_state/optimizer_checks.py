@@ -11,13 +11,15 @@ import inspect
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import chain
-from typing import Any, TypeGuard
+from typing import Any, TypeGuard, TypeVar
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-__all__ = ["dtype_kind", "optimizer_entry", "optimizer_problems"]
+__all__ = ["dtype_kind", "optimizer_entry", "optimizer_problems", "problems_of_each"]
+
+Part = TypeVar("Part")
 
 _ELSEWHERE = {"foreach": False, "fused": False, "capturable": False, "differentiable": False}
 """Options that choose how a step runs, not what it computes."""
@@ -41,21 +43,38 @@ def optimizer_problems(optimizers: Sequence[Optimizer], saved: Any) -> Iterator[
 
     The class may differ if the file has all options of the given optimizer, such as Adam and AdamW.
     """
-    if not optimizers:
+    yield from problems_of_each("optimizer", optimizers, saved, _problems)
+
+
+def problems_of_each(
+    kind: str, passed: Sequence[Part], saved: Any, problems: Callable[[Part, Any], Iterator[str]]
+) -> Iterator[str]:
+    """Yield the problems of loading a list of entries into the parts of a program; none if no parts were passed.
+
+    Args:
+        kind: what a part is called, such as "optimizer".
+        passed: the parts.
+        saved: what the file has for them.
+        problems: yields the problems of loading one entry into one part; its number is put before them.
+    """
+    if not passed:
         return
     if not isinstance(saved, list):
-        yield f"the file has a {type(saved).__name__} instead of a list of optimizers"
+        yield f"the file has a {type(saved).__name__} instead of a list of {kind}s"
         return
-    if len(optimizers) != len(saved):
-        yield f"the file has {len(saved)} optimizer(s), and {len(optimizers)} were passed"
+    if len(passed) != len(saved):
+        yield f"the file has {len(saved)} {kind}(s), and {len(passed)} were passed"
         return
-    for index, (optimizer, entry) in enumerate(zip(optimizers, saved, strict=True)):
-        name = "optimizer" if len(optimizers) == 1 else f"optimizer {index}"
-        checks: tuple[Callable[[Optimizer, Any], Iterator[str]], ...] = (_malformed, _other_groups, _unfit)
-        for check in checks:  # each relies on the ones before it
-            if found := list(check(optimizer, entry)):
-                yield from (f"{name}: {each}" for each in found)
-                break
+    for index, (part, entry) in enumerate(zip(passed, saved, strict=True)):
+        name = kind if len(passed) == 1 else f"{kind} {index}"
+        yield from (f"{name}: {each}" for each in problems(part, entry))
+
+
+def _problems(optimizer: Optimizer, entry: Any) -> Iterator[str]:
+    for check in (_malformed, _other_groups, _unfit):  # each relies on the ones before it
+        if found := list(check(optimizer, entry)):
+            yield from found
+            return
 
 
 def _malformed(_optimizer: Optimizer, entry: Any) -> Iterator[str]:

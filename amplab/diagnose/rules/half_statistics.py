@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from contextlib import ExitStack
 from functools import partial
 from typing import Any
 
@@ -29,6 +28,7 @@ from amplab.diagnose.observed_step.values import ObservedStep
 from amplab.diagnose.remedies.api_styles import Api, ApiStyle
 from amplab.diagnose.remedies.float32 import module_rule
 from amplab.formats import LOW_PRECISION_DTYPES
+from amplab.trace.as_found import Undo
 from amplab.trace.handed_step import HandedStep, Scaler
 from amplab.trace.untouched import untouched
 
@@ -49,10 +49,9 @@ def statistics_in_half(
     if not norms:
         return
     off: dict[str, float] = {}
-    with ExitStack() as undo:
-        undo.enter_context(untouched(model))
+    with untouched(model), Undo() as undo:
         for name, module in norms.items():
-            undo.callback(module.register_forward_pre_hook(partial(_measure, off, name)).remove)
+            undo.add(module.register_forward_pre_hook(partial(_measure, off, name)).remove)
         with setting.casting(), torch.no_grad():
             handed.run()
     worst = max(off, key=lambda name: off[name], default=None)

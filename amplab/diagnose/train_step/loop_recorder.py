@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple, TypeVar
@@ -17,7 +17,12 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+from torch.optim.optimizer import (
+    _global_optimizer_post_hooks,
+    _global_optimizer_pre_hooks,
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
 from torch.utils._python_dispatch import _disable_current_modes
 
 from amplab.diagnose.train_step.loop_state import scales_of
@@ -36,6 +41,7 @@ from amplab.diagnose.train_step.schedules import ScheduleWatch
 from amplab.diagnose.train_step.weight_averages import WeightAverages
 from amplab.formats import LOW_PRECISION_DTYPES
 from amplab.policies.nested_tensors import tensors_in
+from amplab.trace.as_found import Undo
 from amplab.trace.dispatch_mode import DispatchMode
 from amplab.trace.handed_step import Scaler
 from amplab.trace.lines import call_of_user_line, user_line
@@ -189,17 +195,17 @@ class LoopRecorder:
         """Record while the block runs; every hook is removed at its end. Sync: one for each gradient that is there."""
         there = {name: each.grad for name, each in self._named.items() if each.grad is not None}
         self._before = {name: grad for name, grad in there.items() if not math.isfinite(norm_of(grad))}
-        with ExitStack() as undo:
+        with Undo() as undo:
             for name, parameter in self._named.items():
                 if parameter.requires_grad:
                     delivered = partial(self._safely, self._deliver, name)
-                    undo.callback(parameter.register_post_accumulate_grad_hook(delivered).remove)
+                    undo.add(parameter.register_post_accumulate_grad_hook(delivered).remove)
             # A global hook runs before those of the optimizer, which may hide gradients in a skipped step.
             stepping, stepped = partial(self._safely, self._stepping), partial(self._safely, self._has_stepped)
-            undo.callback(register_optimizer_step_pre_hook(stepping).remove)
-            undo.callback(register_optimizer_step_post_hook(stepped).remove)
-            undo.enter_context(_Writes(self))
-            yield
+            undo.register(register_optimizer_step_pre_hook, stepping, _global_optimizer_pre_hooks)
+            undo.register(register_optimizer_step_post_hook, stepped, _global_optimizer_post_hooks)
+            with _Writes(self):
+                yield
 
     def _safely(self, record: Callable[..., T], *given: Any) -> T | None:
         """Call a method that records; keep its error."""

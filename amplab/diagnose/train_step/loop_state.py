@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from amplab.amp import Session
+from amplab.trace.as_found import Undo
 from amplab.trace.handed_step import Scaler
 
 __all__ = ["OptimizerState", "kept", "scales_of", "set_scale"]
@@ -33,9 +34,8 @@ def kept(
     scalers = [(each, each.state) for each in scaler.scalers] if isinstance(scaler, Session) else []
     others = [*stateful, *([scaler] if isinstance(scaler, torch.amp.GradScaler) else [])]
     states = [(each, copy.deepcopy(each.state_dict())) for each in others]
-    try:
-        yield saved
-    finally:
+
+    def restore() -> None:
         for optimizer in saved:
             optimizer.restore()
         for scale, before in scalers:
@@ -43,6 +43,10 @@ def kept(
         for each, state in states:
             if state:  # empty for a disabled scaler
                 each.load_state_dict(state)
+
+    with Undo() as undo:
+        undo.add(restore)
+        yield saved
 
 
 def scales_of(scaler: Scaler | None) -> tuple[float, ...]:

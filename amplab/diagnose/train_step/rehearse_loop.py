@@ -18,7 +18,6 @@ import contextlib
 import inspect
 import io
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
 from typing import Any, TypeVar
@@ -120,12 +119,8 @@ def rehearse(
     schedulers = schedulers_of(train_step, stateful)
     named = {id(each) for each in stateful}
     recorder = LoopRecorder(model, optimizers, scaler, ScheduleWatch(schedulers, optimizers), overflows=overflows)
-    with ExitStack() as undo:
-        others = [*schedulers, *_other_scalers(train_step, scaler)]
-        others = [each for each in others if id(each) not in named]
-        before = undo.enter_context(kept(optimizers, scaler, [*stateful, *others]))
-        undo.enter_context(untouched(model))
-        undo.enter_context(recorder.recording())
+    others = [each for each in (*schedulers, *_other_scalers(train_step, scaler)) if id(each) not in named]
+    with kept(optimizers, scaler, [*stateful, *others]) as before, untouched(model), recorder.recording():
         if loss_scale is not None:
             for each in (scaler, *_other_scalers(train_step, scaler)):
                 set_scale(each, loss_scale)

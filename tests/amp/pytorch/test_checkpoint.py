@@ -304,3 +304,8 @@ def test_torch_checkpoints_are_right_in_scale_loss(level, use_reentrant):
         gradients.append([param.grad for param in session.master_params(optimizer)])
         session.reset()
     assert all(map(torch.equal, *gradients))
+
+
+def test_what_cannot_be_called_is_refused():
+    with pytest.raises(TypeError, match=r"checkpoint\(None\): expected a function or a module"):
+        amplab.checkpoint(None, torch.ones(2), use_reentrant=False)

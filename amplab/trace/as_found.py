@@ -1,0 +1,265 @@
+"""`leaves_as_found`: a tool whose call is interrupted leaves this thread, and the hooks of the model, as it found them.
+
+KeyboardInterrupt can come where the code at the end of a `with` statement has not begun: at the beginning of an
+`__exit__`, in contextlib, whose generator then stays suspended while the traceback exists, and in torch's own blocks
+such as `torch.no_grad`. It can also come between the registration of a hook and the line that stores its handle. So the
+state is read once where the call of a tool begins, and restored where this call ends by an exception. What a tool
+changes besides is undone by the functions of an `Undo`.
+"""
+
+import contextlib
+import functools
+import threading
+import traceback
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from itertools import takewhile
+from operator import is_
+from typing import Any, ParamSpec, TypeVar
+
+import torch
+from torch import nn
+from torch._C._dynamo.guards import set_is_in_mode_without_ignore_compile_internals
+from torch.optim import Optimizer
+from torch.utils import _python_dispatch
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack, _pop_mode, _push_mode
+from torch.utils.hooks import RemovableHandle
+
+from amplab.policies.casting.plan import torch_nesting
+from amplab.policies.casting.thread_scopes import AUTOCAST_FLAG, THREAD, function_modes, set_function_modes
+
+__all__ = ["Undo", "leaves_as_found"]
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+class Undo:
+    """Functions that undo what a `with` block changes. They run at its end, the last one first.
+
+        with Undo() as undo:
+            undo.add(restore)
+            change()
+
+    Add a function before the change, since an interrupt may follow it at once. A function may run twice: what an
+    interrupt leaves undone runs again, at the latest where the call of the tool around the block ends.
+    """
+
+    def __init__(self) -> None:
+        self._functions: list[Callable[[], object]] = []
+
+    def __enter__(self) -> "Undo":
+        """Return itself."""
+        return self
+
+    def add(self, function: Callable[[], object]) -> None:
+        """Call `function` at the end."""
+        self._functions.append(function)
+        if self not in _THREAD.undos:
+            _THREAD.undos.append(self)
+
+    def register(
+        self, register: Callable[[Callable[..., Any]], object], hook: Callable[..., Any], hooks: dict[int, Any]
+    ) -> None:
+        """Register `hook` with a function of torch that keeps it in `hooks`, and remove it at the end."""
+        self.add(functools.partial(_remove, hook, hooks))
+        register(hook)
+
+    def __exit__(self, *_error: object) -> None:
+        """Undo everything; does nothing if that is done already."""
+        try:
+            self.run()
+        except BaseException:  # an interrupt; finish anyway
+            self.run()
+            raise
+
+    def run(self) -> None:
+        """Undo everything. An exception of one function propagates after the others have run."""
+        failure = None
+        while self._functions:
+            try:
+                self._functions[-1]()
+            except Exception as error:  # noqa: BLE001  raised below
+                failure = error
+            self._functions.pop()
+        if self in _THREAD.undos:
+            _THREAD.undos.remove(self)
+        if failure is not None:
+            raise failure
+
+
+class _Thread(threading.local):
+    """The `Undo`s of a thread that have functions to call, in the order in which they got them."""
+
+    def __init__(self) -> None:
+        self.undos: list[Undo] = []
+
+
+_THREAD = _Thread()
+
+
+def _remove(hook: Callable[..., Any], hooks: dict[int, Any]) -> None:
+    for number in [number for number, each in list(hooks.items()) if each is hook]:  # other threads change it, too
+        del hooks[number]
+
+
+def leaves_as_found(tool: Callable[P, R]) -> Callable[P, R]:
+    """Decorate a tool: after an exception, an interrupt included, its thread is as it was when the call began.
+
+    Restored are modes, grad mode, autocast, hooks for saved tensors, the scopes of engines, and the hooks of modules,
+    of their parameters and of optimizers among the arguments; then what the `Undo`s of the call undo.
+
+    Sync: none.
+
+    >>> @leaves_as_found
+    ... def interrupted():
+    ...     torch.set_grad_enabled(False)
+    ...     raise KeyboardInterrupt
+    >>> try:
+    ...     interrupted()
+    ... except KeyboardInterrupt:
+    ...     print(torch.is_grad_enabled())
+    True
+    """
+
+    @functools.wraps(tool)
+    def undone(*args: P.args, **kwargs: P.kwargs) -> R:
+        found = _Found((*args, *kwargs.values()))
+        try:
+            return tool(*args, **kwargs)
+        except BaseException as error:
+            try:
+                found.restore(error)
+            except BaseException:  # another interrupt; finish anyway
+                found.restore(error)
+                raise
+            raise
+
+    return undone
+
+
+_DEVICE_TYPES = "cpu", "cuda", "mps", "xpu", AUTOCAST_FLAG
+
+_SETTINGS: tuple[tuple[Callable[[], Any], Callable[[Any], object]], ...] = (
+    (torch.is_grad_enabled, torch.set_grad_enabled),
+    (torch._C._get_torch_function_state, torch._C._set_torch_function_state),  # type: ignore[attr-defined]
+    (torch.is_autocast_cache_enabled, torch.set_autocast_cache_enabled),
+    *(
+        (functools.partial(read, device), functools.partial(write, device))
+        for device in _DEVICE_TYPES
+        for read, write in (
+            (torch.is_autocast_enabled, torch.set_autocast_enabled),
+            (torch.get_autocast_dtype, torch.set_autocast_dtype),
+        )
+    ),
+)
+"""Functions that read a setting of this thread, and set it."""
+
+
+class _Found:
+    """What a thread has when a tool begins.
+
+    Args:
+        given: the arguments of the tool, among them the owners of hooks.
+    """
+
+    def __init__(self, given: Iterable[Any]) -> None:
+        self._given = given
+        self._undos = tuple(_THREAD.undos)
+        self._next_hook = RemovableHandle.next_id
+        THREAD.own.drop_ended()
+        self._scopes, self._torch_regions = tuple(THREAD.own.scopes), len(THREAD.own.torch_regions)
+        self._function_modes = function_modes()
+        self._dispatch_modes = _get_current_dispatch_mode_stack()
+        self._dispatch_flags = _dispatch_flags()
+        self._saved_tensors = torch._C._autograd._top_saved_tensors_default_hooks(True)
+        self._nesting = int(torch_nesting())
+        self._settings = [read() for read, _ in _SETTINGS]
+
+    def restore(self, error: BaseException) -> None:
+        """Restore it after `error`; a second call finishes what an interrupt has left."""
+        _end_blocks_of(error)
+        self._restore_torch()
+        thread = THREAD.own
+        for scope in [scope for scope in reversed(thread.scopes) if scope not in self._scopes]:
+            scope.leave()
+        del thread.torch_regions[self._torch_regions :]
+        try:
+            for undo in [undo for undo in reversed(_THREAD.undos) if undo not in self._undos]:
+                undo.run()
+        finally:
+            if function_modes() != self._function_modes:
+                set_function_modes(self._function_modes)
+            self._remove_hooks()
+
+    def _restore_torch(self) -> None:
+        _restore_dispatch_modes(self._dispatch_modes)
+        if _dispatch_flags() != self._dispatch_flags:
+            vars(_python_dispatch).update(self._dispatch_flags)
+            set_is_in_mode_without_ignore_compile_internals(
+                _python_dispatch._is_in_any_mode_without_ignore_compile_internals
+            )
+        while torch._C._autograd._top_saved_tensors_default_hooks(True) not in (None, self._saved_tensors):
+            torch._C._autograd._pop_saved_tensors_default_hooks()
+        if int(torch_nesting()) > self._nesting:
+            torch.clear_autocast_cache()
+            while int(torch_nesting()) > self._nesting:
+                torch.autocast_decrement_nesting()
+        for (read, write), before in zip(_SETTINGS, self._settings, strict=True):
+            if read() != before:
+                write(before)
+
+    def _remove_hooks(self) -> None:
+        """Remove the hooks that were registered since; torch numbers all hooks of a process in one sequence."""
+        for owner in _owners_of_hooks(self._given):
+            for hooks in _hooks_of(owner):
+                for number in [number for number in hooks if isinstance(number, int) and number >= self._next_hook]:
+                    del hooks[number]
+
+
+def _end_blocks_of(error: BaseException) -> None:
+    """End the blocks that are suspended in contextlib; else they end, and change the thread, when `error` is freed."""
+    for frame, _ in reversed([*traceback.walk_tb(error.__traceback__)]):
+        if frame.f_code.co_filename == contextlib.__file__:
+            generator = getattr(frame.f_locals.get("self"), "gen", None)
+            if generator is not None:
+                with contextlib.suppress(Exception):  # of code that the tool has called
+                    generator.close()
+
+
+def _restore_dispatch_modes(modes: list[Any]) -> None:
+    now = _get_current_dispatch_mode_stack()
+    same = sum(1 for _ in takewhile(lambda pair: is_(*pair), zip(now, modes, strict=False)))
+    for mode in reversed(now[same:]):
+        _pop_mode(getattr(mode, "_mode_key", None))
+    for mode in modes[same:]:
+        _push_mode(mode)
+
+
+def _dispatch_flags() -> dict[str, bool]:
+    """What torch stores of the modes besides the stack: whether there is one of some kind."""
+    return {name: value for name, value in vars(_python_dispatch).items() if name.startswith("_is_in_")}
+
+
+def _owners_of_hooks(values: Iterable[Any]) -> Iterator[nn.Module | torch.Tensor | Optimizer]:
+    """Yield the modules, parameters and optimizers among values, also in lists and dicts."""
+    for value in values:
+        if isinstance(value, nn.Module):
+            yield from value.modules()
+            yield from value.parameters()
+        elif isinstance(value, Optimizer):
+            yield value
+        elif isinstance(value, list | tuple):
+            yield from _owners_of_hooks(value)
+        elif isinstance(value, Mapping):
+            yield from _owners_of_hooks(value.values())
+
+
+def _hooks_of(owner: Any) -> Iterator[dict[Any, Any]]:
+    """Yield the dicts of hooks that torch keeps in an object, by number."""
+    if isinstance(owner, torch.Tensor):
+        yield from filter(None, (owner._backward_hooks, owner._post_accumulate_grad_hooks))
+        return
+    for name, value in vars(owner).items():
+        if name.startswith("_") and isinstance(value, OrderedDict):
+            yield value
