@@ -65,7 +65,8 @@ from amplab.lab.events import (
     TwinReady,
     Undone,
 )
-from amplab.lab.experiment import FAULTS, Experiment
+from amplab.lab.experiment import Experiment
+from amplab.lab.faults import FAULTS
 from amplab.lab.history import COLUMNS, History
 from amplab.lab.html_report import report
 from amplab.lab.kept_runs import KeptRun, KeptRuns

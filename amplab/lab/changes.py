@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from amplab.lab.config import FIELDS, ConfigField, ExperimentConfig
+from amplab.lab.config import FIELDS, ExperimentConfig
+from amplab.lab.config_field import ConfigField
 
 __all__ = ["RunChange", "config_changes", "fault_change", "restart_change", "start_change"]
 

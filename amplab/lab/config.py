@@ -5,23 +5,34 @@
 A declaration in `ExperimentConfig` says everything about a field: default, accepted values, label, help, and what a
 change of it requires. The trainer, the command line and the dashboard read the declarations in `FIELDS`. The string
 contains task, model and opt_level, and every other field that differs from its default; `ExperimentConfig.parse` reads
-it. The values of `model`, `task` and `opt_level` are in `models.py`, `tasks.py` and `levels.py`.
+it. What a declaration consists of is in `config_field.py`; the values of `model`, `task` and `opt_level` are in
+`models.py`, `tasks.py` and `levels.py`.
 """
 
 from __future__ import annotations
 
-import math
 import re
-import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, field, fields, replace
 from difflib import get_close_matches
-from enum import Enum
-from typing import Any, Protocol, TypeVar, cast
+from typing import Any, TypeVar, cast
 
 import torch
 
-from amplab.display.numbers import binary_power, parse_number, short_text
+from amplab.lab.config_field import (
+    FLAG,
+    NAMES,
+    Change,
+    ConfigField,
+    SettingRefused,
+    Values,
+    count,
+    echo,
+    listed,
+    number,
+    one_of,
+    spell,
+)
 from amplab.lab.levels import LEVELS, Level, why_no_override
 from amplab.lab.models import MODELS, models_of
 from amplab.lab.tasks import OWN_TASK, TASKS, task_choice
@@ -35,27 +46,16 @@ __all__ = [
     "OVERRIDES",
     "OWN",
     "VERSION",
-    "Change",
-    "ConfigField",
     "ExperimentConfig",
     "OptimizerChoice",
-    "SettingRefused",
-    "Values",
     "field_named",
-    "listed",
-    "spell",
 ]
 
 VERSION = 1
 
 _LARGEST_SCALE = 2.0**127  # the largest power of two in float32, the type of a scaled loss
 _SMALLEST_SCALE = 2.0**-126  # the smallest whose inverse float32 can hold, which unscaling needs
-_LONGEST_ECHO = 40  # characters of a refused value
 _HEAD = re.compile(r"amplab/(?P<version>\S+)")
-_WHOLE = re.compile(r"[+-]?\d{1,30}")
-_LISTED_NAMES = re.compile(r"[\w.*?\[\]!-]+(,[\w.*?\[\]!-]+)*")
-_WORDS = {"none": None, "true": True, "false": False}
-_SPELLED_POWER = re.compile(r"2\*\*(-?\d{1,5})")
 
 T = TypeVar("T")
 
@@ -91,91 +91,11 @@ DEFAULT_LR = {name: choice.lr for name, choice in OPTIMIZERS.items()}
 """The default learning rate (lr=None), by optimizer."""
 
 
-class SettingRefused(ValueError):
-    """A config that is not allowed: the message names fields and values, `shown` the labels of the dashboard.
-
-    >>> raise SettingRefused("lr=-1: expected a number > 0.", shown="Learning rate: -1 is not allowed.")
-    Traceback (most recent call last):
-    amplab.lab.config.SettingRefused: lr=-1: expected a number > 0.
-    """
-
-    def __init__(self, message: str, *, shown: str) -> None:
-        super().__init__(message)
-        self.shown = shown
-
-
-# What a field may hold
-
-
-@dataclass(frozen=True)
-class Values:
-    """The values that a field accepts.
-
-    Attributes:
-        kind: Type of a value that is neither None nor a word: str, int, float or bool.
-        accepts: Whether a value is one of them.
-        allowed: Returns the words that name them in an error message.
-        entry: The words that name them to a person who types one; empty: the labels of the choices.
-        choices: Returns the label of each value, where a field has only a few; empty elsewhere.
-        is_power: Whether the dashboard shows a value as a power of two, and takes its exponent.
-    """
-
-    kind: type
-    accepts: Callable[[object], bool]
-    allowed: Callable[[], str]
-    entry: str = ""
-    choices: Callable[[], dict[str, str]] = dict
-    is_power: bool = False
-
-    def or_none(self) -> Values:
-        """Return the same values and None."""
-        return replace(self, accepts=lambda value: value is None or self.accepts(value))
-
-
-class _Labeled(Protocol):
-    @property
-    def label(self) -> str: ...
-
-
-def _one_of(table: Mapping[str, _Labeled]) -> Values:
-    """The names of a table, read whenever they are needed: an entry may be added later."""
-    return Values(
-        str,
-        lambda value: isinstance(value, str) and value in table,
-        lambda: f"one of {', '.join(table)}",
-        choices=lambda: {name: entry.label for name, entry in table.items()},
-    )
-
-
-def _count(low: int, high: int, note: str) -> Values:
-    return Values(
-        int,
-        lambda value: isinstance(value, int) and not isinstance(value, bool) and low <= value <= high,
-        lambda: f"a whole number from {low} to {high} (a plain int), {note}",
-        f"a whole number from {low:,} to {high:,}" if high <= 10**9 else f"a whole number of at least {low:,}",
-    )
-
-
-def _number(is_allowed: Callable[[float], bool], allowed: str, entry: str) -> Values:
-    # Compared, not converted: a whole number may be beyond every float.
-    return Values(
-        float,
-        lambda value: (
-            isinstance(value, int | float)
-            and not isinstance(value, bool)
-            and abs(value) <= sys.float_info.max
-            and is_allowed(value)
-        ),
-        lambda: allowed,
-        entry,
-    )
-
-
 def _scale(note: str = "") -> Values:
     allowed = "a number > 0, at least 2**-126 and at most 2**127"
     entry = "an exponent of two from −126 to 127"
     return replace(
-        _number(lambda value: _SMALLEST_SCALE <= value <= _LARGEST_SCALE, allowed + note, entry), is_power=True
+        number(lambda value: _SMALLEST_SCALE <= value <= _LARGEST_SCALE, allowed + note, entry), is_power=True
     )
 
 
@@ -185,19 +105,12 @@ _LEVEL = Values(
     lambda: f"one of {', '.join(LEVELS)} (the letter O and a digit)",
     choices=lambda: {name: level.label for name, level in LEVELS.items()},
 )
-_OPTIMIZER = replace(_one_of(OPTIMIZERS), accepts=lambda value: value == OWN or value in OPTIMIZERS)
+_OPTIMIZER = replace(one_of(OPTIMIZERS), accepts=lambda value: value == OWN or value in OPTIMIZERS)
 _TASK = replace(
-    _one_of(TASKS), accepts=lambda value: isinstance(value, str) and (value in TASKS or bool(OWN_TASK.fullmatch(value)))
+    one_of(TASKS), accepts=lambda value: isinstance(value, str) and (value in TASKS or bool(OWN_TASK.fullmatch(value)))
 )
-_MODEL = replace(_one_of(MODELS), accepts=lambda value: isinstance(value, str))  # which ones, the task decides
-_FLAG = Values(bool, lambda value: isinstance(value, bool), lambda: "True, False", "True or False")
+_MODEL = replace(one_of(MODELS), accepts=lambda value: isinstance(value, str))  # which ones, the task decides
 _STATIC_SCALE = _scale(" (128 is a usual static scale)")
-_NAMES = Values(
-    str,
-    lambda value: isinstance(value, str) and _LISTED_NAMES.fullmatch(value) is not None,
-    lambda: "names separated by commas, without spaces",
-    "names separated by commas",
-)
 _LOSS_SCALE = Values(
     float,
     lambda value: value == "dynamic" or _STATIC_SCALE.accepts(value),
@@ -205,119 +118,6 @@ _LOSS_SCALE = Values(
     _STATIC_SCALE.entry,
     is_power=True,
 )
-
-
-# One field
-
-
-class Change(Enum):
-    """What a changed field requires of an experiment that has begun."""
-
-    NEW_WEIGHTS = "a reset, because the model or the data change"
-    NEW_SESSION = "amp to be initialized again at a step boundary, with weights and optimizer state kept"
-    IN_PLACE = "nothing: the next step uses the new value"
-
-
-@dataclass(frozen=True)
-class ConfigField:
-    """Everything that the lab knows about one field of `ExperimentConfig`.
-
-    Attributes:
-        name: Its name.
-        default: Its default.
-        values: What it accepts.
-        label: Its name in the dashboard.
-        help: A phrase that says what it is, for the command line and the dashboard.
-        change: What a new value requires of an experiment that has begun.
-        none_means: The meaning of None; empty if None is not accepted.
-        example: A value as it is typed on the command line.
-        overrides_level: Whether it overrides what the opt_level sets.
-        changes_dtypes: Whether a new value may change the dtype of an operation, so that a trace is out of date.
-        is_always_named: Whether the string of a config names it even where it has its default.
-    """
-
-    name: str
-    default: object
-    values: Values
-    label: str
-    help: str
-    change: Change
-    none_means: str = ""
-    example: str = ""
-    overrides_level: bool = False
-    changes_dtypes: bool = False
-    is_always_named: bool = False
-
-    @property
-    def allowed(self) -> str:
-        """What the field accepts, in words."""
-        return self.values.allowed() + (f", or None for {self.none_means}" if self.none_means else "")
-
-    @property
-    def default_text(self) -> str:
-        """The default as it is typed, or its meaning if it is None."""
-        return self.none_means if self.default is None else spell(self.default)
-
-    @property
-    def example_text(self) -> str:
-        """Values as they are typed on the command line: all of them where they are few."""
-        if self.values.kind is bool:
-            return "true|false"
-        return "|".join(self.values.choices()) or self.example or spell(self.default)
-
-    def check(self, value: object) -> None:
-        """Raise ValueError unless the field accepts `value`."""
-        if not self.values.accepts(value):
-            raise self.refusal(spell(value))
-
-    def read(self, text: str) -> Any:
-        """Return the value that `text` spells.
-
-        >>> FIELDS["init_scale"].read("2**20"), FIELDS["hidden"].read("64"), FIELDS["master_weights"].read("true")
-        (1048576.0, 64, True)
-
-        Raises:
-            ValueError: The text spells no value that the field accepts.
-        """
-        value = text if self.values.kind is str and text.lower() not in _WORDS else _read(text)
-        if isinstance(value, float) and value.is_integer() and not self.values.accepts(value):
-            value = int(value)  # 1e3 and 2**5 are counts too
-        if not self.values.accepts(value):
-            raise self.refusal(text)
-        return value
-
-    def shown(self, value: object) -> str:
-        """Return a value as the dashboard shows it.
-
-        >>> FIELDS["init_scale"].shown(65536.0), FIELDS["model"].shown("cnn"), FIELDS["min_loss_scale"].shown(None)
-        ('2¹⁶', 'CNN', 'no lower limit')
-        """
-        if value is None:
-            return self.none_means
-        if isinstance(value, bool):
-            return str(value)
-        mantissa, exponent = math.frexp(value) if isinstance(value, int | float) else (0.0, 0)
-        if self.values.is_power and mantissa == 0.5:
-            return binary_power(exponent - 1)
-        text = short_text(value, digits=6) if isinstance(value, float) else str(value)
-        return self.values.choices().get(text, text)
-
-    def default_shown(self, config: ExperimentConfig) -> str:
-        """Return the default in a config as the dashboard shows it."""
-        if self.name == "lr":
-            return self.shown(config.usual_learning_rate)
-        value = config.default_of(self.name)
-        if value is None and self.overrides_level:
-            return f"by {config.opt_level}"
-        return "none" if value is None else self.shown(value)
-
-    def refusal(self, given: str) -> SettingRefused:
-        """Return the error for a value, as it is spelled, that the field does not accept."""
-        enter = self.values.entry or " or ".join(self.values.choices().values())
-        spelled = _SPELLED_POWER.fullmatch(given)
-        value = binary_power(int(spelled[1])) if spelled else _echo(given)
-        shown = f"{self.label}: no value is not allowed" if given == "none" else f"{self.label}: {value} is not allowed"
-        return SettingRefused(f"{self.name}={_echo(given)}: expected {self.allowed}.", shown=f"{shown}; enter {enter}.")
 
 
 def _declare(default: T, values: Values, *, none_means: str = "", **details: Any) -> T:
@@ -363,7 +163,7 @@ class ExperimentConfig:
     )
     hidden: int = _declare(
         128,
-        _count(1, 8192, "the width of the hidden layers"),
+        count(1, 8192, "the width of the hidden layers"),
         label="Hidden",
         help="width of the hidden layers",
         change=Change.NEW_WEIGHTS,
@@ -388,7 +188,7 @@ class ExperimentConfig:
     )
     lr: float | None = _declare(
         None,
-        _number(lambda value: 0 < value <= _LARGEST_SCALE, "a number > 0 and at most 2**127", "a number above 0"),
+        number(lambda value: 0 < value <= _LARGEST_SCALE, "a number > 0 and at most 2**127", "a number above 0"),
         none_means=", ".join(f"{rate:g} with {name}" for name, rate in DEFAULT_LR.items()),
         label="Learning rate",
         help="learning rate",
@@ -397,28 +197,28 @@ class ExperimentConfig:
     )
     momentum: float = _declare(
         0.9,
-        _number(lambda value: 0 <= value < 1, "a number in [0, 1); 0 switches it off", "a number from 0 to below 1"),
+        number(lambda value: 0 <= value < 1, "a number in [0, 1); 0 switches it off", "a number from 0 to below 1"),
         label="Momentum",
         help="momentum of sgd; adam and adamw ignore it",
         change=Change.IN_PLACE,
     )
     batch_size: int = _declare(
         64,
-        _count(1, 65536, "the examples in a batch"),
+        count(1, 65536, "the examples in a batch"),
         label="Batch size",
         help="examples in a batch",
         change=Change.IN_PLACE,
     )
     accumulate: int = _declare(
         1,
-        _count(1, 1024, "the batches of a step"),
+        count(1, 1024, "the batches of a step"),
         label="Accumulate",
         help="batches whose gradients are accumulated before the optimizer steps",
         change=Change.IN_PLACE,
     )
     seed: int = _declare(
         0,
-        _count(0, 2**63 - 1, "the same seed gives the same run"),
+        count(0, 2**63 - 1, "the same seed gives the same run"),
         label="Seed",
         help="seed of the weights, the data split and the batches",
         change=Change.NEW_WEIGHTS,
@@ -442,7 +242,7 @@ class ExperimentConfig:
     )
     growth_interval: int = _declare(  # 50, so that the scale is seen to move; apex's default is 2000
         50,
-        _count(1, 10**9, "the steps without overflow before the scale doubles"),
+        count(1, 10**9, "the steps without overflow before the scale doubles"),
         label="window",
         help="steps without overflow before a dynamic loss scale doubles",
         change=Change.NEW_SESSION,
@@ -465,7 +265,7 @@ class ExperimentConfig:
     )
     keep_batchnorm_fp32: bool | None = _declare(
         None,
-        _FLAG,
+        FLAG,
         none_means="what the opt_level sets",
         label="keep_batchnorm_fp32",
         help="whether BatchNorm stays in float32",
@@ -475,7 +275,7 @@ class ExperimentConfig:
     )
     master_weights: bool | None = _declare(
         None,
-        _FLAG,
+        FLAG,
         none_means="what the opt_level sets",
         label="master_weights",
         help="whether the optimizer updates float32 copies of the weights",
@@ -485,7 +285,7 @@ class ExperimentConfig:
     )
     float32_ops: str | None = _declare(
         None,
-        _NAMES,
+        NAMES,
         none_means="none",
         label="Ops in float32",
         help="ops that run in float32 at every level",
@@ -495,7 +295,7 @@ class ExperimentConfig:
     )
     float32_modules: str | None = _declare(
         None,
-        _NAMES,
+        NAMES,
         none_means="none",
         label="Modules in float32",
         help="modules, by name or pattern, that run in float32 at every level",
@@ -633,7 +433,20 @@ class ExperimentConfig:
 
     def default_of(self, name: str) -> Any:
         """Return the default of a field, which may depend on the task."""
-        return getattr(ExperimentConfig() if name == "task" else ExperimentConfig(task=self.task), name)
+        return FIELDS["task"].default if name == "task" else getattr(ExperimentConfig(task=self.task), name)
+
+    def default_shown(self, name: str) -> str:
+        """Return the default of a field as the dashboard shows it.
+
+        >>> ExperimentConfig(opt_level="O2").default_shown("master_weights"), ExperimentConfig().default_shown("lr")
+        ('by O2', '0.1')
+        """
+        if name == "lr":
+            return FIELDS[name].shown(self.usual_learning_rate)
+        value = self.default_of(name)
+        if value is None and FIELDS[name].overrides_level:
+            return f"by {self.opt_level}"
+        return "none" if value is None else FIELDS[name].shown(value)
 
     def differs(self, name: str) -> bool:
         """Return whether the value in effect of a field differs from its default.
@@ -642,9 +455,21 @@ class ExperimentConfig:
         >>> config.differs("lr"), config.differs("opt_level"), config.changed(optimizer="adam").differs("lr")
         (False, True, True)
         """
-        if name == "lr":
-            return self.learning_rate != self.usual_learning_rate
-        return bool(getattr(self, name) != self.default_of(name))
+        return name in self.differing()
+
+    def differing(self) -> frozenset[str]:
+        """Return the names of the fields whose value in effect differs from their default.
+
+        >>> sorted(ExperimentConfig(lr=0.5, opt_level="O2", task="text").differing())
+        ['lr', 'opt_level', 'task']
+        """
+        usual = ExperimentConfig(task=self.task)
+        names = {name for name in FIELDS if name not in ("task", "lr") and getattr(self, name) != getattr(usual, name)}
+        if self.task != FIELDS["task"].default:
+            names.add("task")
+        if self.learning_rate != self.usual_learning_rate:
+            names.add("lr")
+        return frozenset(names)
 
     def defaults(self) -> ExperimentConfig:
         """Return the config with the same weights at the start and every other field at its default.
@@ -746,51 +571,7 @@ def field_named(name: str) -> ConfigField:
         return FIELDS[name]
     close = get_close_matches(name, FIELDS, n=1)
     hint = f"did you mean {close[0]}?" if close else f"choose from {', '.join(FIELDS)}."
-    raise ValueError(f"{_echo(name)}: not a field of an experiment; {hint}")
-
-
-# Text
-
-
-def listed(names: str | None) -> tuple[str, ...]:
-    """Return the names that `float32_ops` or `float32_modules` lists.
-
-    >>> listed("linear,softmax"), listed(None)
-    (('linear', 'softmax'), ())
-    """
-    return tuple(dict.fromkeys(names.split(","))) if names else ()
-
-
-def spell(value: object) -> str:
-    """Return the text form of a field's value: powers of two from 2**10 on as such, words in lower case.
-
-    >>> spell(65536.0), spell(128.0), spell(0.1), spell(None)
-    ('2**16', '128', '0.1', 'none')
-    """
-    if value is None or isinstance(value, bool):
-        return str(value).lower()
-    if not isinstance(value, float):
-        return value if isinstance(value, str) else repr(value)
-    mantissa, exponent = math.frexp(value)
-    if mantissa == 0.5 and not -10 < exponent - 1 < 10:
-        return f"2**{exponent - 1}"
-    return repr(int(value)) if value.is_integer() and abs(value) < 1e15 else repr(value)
-
-
-def _read(text: str) -> object:
-    """Return the word or the number that `text` spells (none, 128, 1e-3, 2**16, 2^16), or the text itself."""
-    if text.lower() in _WORDS:
-        return _WORDS[text.lower()]
-    if _WHOLE.fullmatch(text):
-        return int(text)
-    try:
-        return parse_number(text)
-    except ValueError:
-        return text
-
-
-def _echo(text: str) -> str:
-    return text if len(text) <= _LONGEST_ECHO else f"{text[:_LONGEST_ECHO]}…"
+    raise ValueError(f"{echo(name)}: not a field of an experiment; {hint}")
 
 
 def _check_head(head: str, text: str) -> None:

@@ -8,8 +8,7 @@
 
 A step accumulates the gradients of several batches if the config says so; then each loss is divided by their number.
 
-`trainer.py` runs it in a thread, `views` shows it. Injected faults are real: an overflow is a gradient that float16
-cannot represent, not a flag.
+`trainer.py` runs it in a thread, `views` shows it; `faults.py` has the faults that can be injected.
 """
 
 from __future__ import annotations
@@ -19,8 +18,8 @@ import math
 import operator
 import re
 import time
-from collections.abc import Iterable, Iterator, Sequence, Set
-from contextlib import contextmanager, nullcontext
+from collections.abc import Iterable, Sequence, Set
+from contextlib import nullcontext
 from dataclasses import dataclass
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
@@ -34,20 +33,23 @@ from torch.optim import Optimizer
 from amplab.amp import MemoryUse, ScaleRecord, Session, load_run_state, save_run_state
 from amplab.amp.run_state.file_format import RunStateError, read_run_state
 from amplab.diagnose import Findings, FirstNonfinite, TwinReport, doctor, twin
-from amplab.formats import FLOAT16
 from amplab.formats.exponents import BINS, LOWEST_EXPONENT
 from amplab.kernels import tensor_stats
-from amplab.lab.config import (
-    FIELDS,
-    LIVE_FIELDS,
-    OPTIMIZERS,
-    OWN,
-    Change,
-    ExperimentConfig,
-    SettingRefused,
-    listed,
-)
+from amplab.lab.config import FIELDS, LIVE_FIELDS, OPTIMIZERS, OWN, ExperimentConfig
+from amplab.lab.config_field import Change, SettingRefused, listed
 from amplab.lab.events import GradientRecord, MixedScales, StepRecord
+from amplab.lab.faults import (
+    FAULTS,
+    after_step,
+    check_fault,
+    faults_in,
+    faults_named,
+    nan_in_first_activation,
+    overflowing,
+    shrunk,
+    switched,
+    with_nan,
+)
 from amplab.lab.log_events import is_count, is_number
 from amplab.lab.models import build_model
 from amplab.lab.past_skips import PastSkip, PastSkips
@@ -55,7 +57,7 @@ from amplab.lab.rank_exchange import RankExchange
 from amplab.lab.step_rerun import StepRerun
 from amplab.lab.step_stages import StageRecorder, StepStages
 from amplab.lab.tasks import MakeOptimizer, Task, TaskLoss, load_task
-from amplab.policies.nested_tensors import floating_tensors_in, map_tensors
+from amplab.policies.nested_tensors import floating_tensors_in
 from amplab.scalers import ScaleState
 from amplab.trace import Trace, trace_step, xray
 from amplab.trace.handed_step import ModelGroup
@@ -64,26 +66,17 @@ from amplab.trace.random_states import random_states_kept
 from amplab.trace.recorder import Observer
 
 __all__ = [
-    "FAULTS",
     "SCORE_EVERY",
-    "UNDERFLOW_SHRINK",
     "Experiment",
-    "check_fault",
     "check_modules",
     "samples_gradients",
 ]
-
-FAULTS = ("overflow", "underflow", "nan")
 
 SCORE_EVERY = 25
 """Steps between two measurements of the score on held-out data."""
 
 _SAMPLED = ((200, 20), (2_000, 50), (math.inf, 200))  # until this step, a histogram of the gradients every so many
 
-UNDERFLOW_SHRINK = 2.0**-16
-
-_OVERFLOW_LOG2 = 60  # gradients from 2^-44 on then overflow in float16, and no gradient here overflows in float32
-_FLOAT32_TOP = 2.0**127
 _NUMBERED = re.compile(r"models\[(\d+)\]\.")
 
 _SESSION_FIELDS = tuple(name for name, each in FIELDS.items() if each.change is Change.NEW_SESSION)
@@ -137,8 +130,7 @@ class Experiment:
         self._measure_memory_until = 2  # the optimizers create their state in their first step
         self._step = 0
         self._began: float | None = None
-        self._faults: set[str] = set()
-        self._shrinking = False
+        self._faults: frozenset[str] = frozenset()  # of the next step
         self._rerun = StepRerun(self._model, None, self._loss_again, self._session)
         self._last: StepRecord | None = None  # while the step can run again
         self._last_loss_id = 0
@@ -196,12 +188,12 @@ class Experiment:
     @property
     def armed(self) -> frozenset[str]:
         """The faults that will go into the next step."""
-        return frozenset(self._faults | ({"underflow"} if self._shrinking else set()))
+        return self._faults
 
     @property
     def shrinking(self) -> bool:
         """Whether an injected underflow is on."""
-        return self._shrinking
+        return "underflow" in self._faults
 
     def step(self) -> StepRecord:
         """Train on the next batch and return what happened. Sync: one."""
@@ -230,7 +222,7 @@ class Experiment:
         if record.skipped and self._given is None and self._exchange is None:  # a rank cannot run again by itself
             self._past.keep(self._weights(), is_same=was_skipped and len(self._optimizers) == 1, make=self._past_skip)
         self._loss_scale = self._lowest_scale()
-        self._faults.clear()
+        self._faults = after_step(self._faults)
         self._step += 1
         return record
 
@@ -272,12 +264,7 @@ class Experiment:
             ValueError: There is no such fault.
         """
         check_fault(fault)
-        if fault == "underflow":
-            self._shrinking = not self._shrinking if on is None else on
-        elif on is False:
-            self._faults.discard(fault)
-        else:
-            self._faults.add(fault)
+        self._faults = switched(self._faults, fault, on)
 
     def switch(self, config: ExperimentConfig) -> None:
         """Use another config from the next step on, with weights and optimizer state kept.
@@ -399,7 +386,7 @@ class Experiment:
         found = doctor(
             self._model,
             batch,
-            step=lambda: self._shrunk(_sum(self._forward(self._model, part, batch, step) for part in parts)),
+            step=lambda: shrunk(_sum(self._forward(self._model, part, batch, step) for part in parts), self._faults),
             optimizer=self._optimizers,
             scaler=self._session,
         )
@@ -446,8 +433,7 @@ class Experiment:
         batch = skip.beginning.begun[0].batch
         self._given = batch if self._config.accumulate > 1 else [batch]
         self._step, self._last, self._last_loss_id = skip.record.step, skip.record, skip.loss_id
-        faults = {*(skip.record.injected or "").split("+")}
-        self._faults, self._shrinking = faults & {"overflow", "nan"}, "underflow" in faults
+        self._faults = faults_in(skip.record.injected)
 
     def _past_skip(self, weights: tuple[Tensor, ...]) -> PastSkip:
         """Return the step that has just been skipped."""
@@ -470,12 +456,11 @@ class Experiment:
         if last is None:
             raise RuntimeError("no step can run again: expected one that has just ended.")
         batches = [given] if self._config.accumulate == 1 else given
-        faults = frozenset((last.injected or "").split("+"))
+        faults = faults_in(last.injected)
 
         def disturbed(part: _Part) -> Tensor:
             loss = self._forward(self._model, part, batches[part.batch], last.step, faults)
-            shrunk = loss * UNDERFLOW_SHRINK if "underflow" in faults else loss
-            return self._disturbed(shrunk, part, last.loss_scale, faults)
+            return self._disturbed(shrunk(loss, faults), part, last.loss_scale, faults)
 
         return _sum(disturbed(part) for part in self._parts() if part.loss_id == self._last_loss_id)
 
@@ -492,7 +477,7 @@ class Experiment:
             with self._task.random_states_kept():
                 for part in self._parts(number):
                     batch = self._batch(self._step, part.batch)
-                    self._shrunk(self._forward(model, part, batch, self._step)).backward()
+                    shrunk(self._forward(model, part, batch, self._step), self._faults).backward()
             weights = dict(model.named_parameters())
             grads |= {name: grad for name in names if (grad := weights[name].grad) is not None}
         named = [name for name, _ in model.named_parameters() if name in grads]
@@ -575,7 +560,7 @@ class Experiment:
                 loss = self._forward(self._model, part, batches[part.batch], self._step, self._faults)
                 losses.append(loss.detach())
                 with self._session.scale_loss(
-                    self._shrunk(loss),
+                    shrunk(loss, self._faults),
                     optimizer,
                     loss_id=part.loss_id,
                     delay_unscale=delays and part is not parts[-1],  # one check for the sum of all batches
@@ -613,34 +598,29 @@ class Experiment:
         place = self._batch_in_step(part.batch) * (len(self._task.losses) + 1) + part.loss_id
         self._task.seed_forward(step, place)
         without_floats = "nan" in faults and not floating_tensors_in(batch)
-        with _nan_in_first_activation(model) if without_floats else nullcontext():
+        with nan_in_first_activation(model) if without_floats else nullcontext():
             loss = part.loss.of(model, batch)
         return loss if self._config.accumulate == 1 else loss / self._config.accumulate
 
     def _batch(self, step: int, number: int = 0, faults: Set[str] = frozenset()) -> Any:
         batch = self._task.batch(self._batch_in_data(step, number), self._config.batch_size)
-        return _with_nan(batch) if "nan" in faults else batch
-
-    def _shrunk(self, loss: Tensor) -> Tensor:
-        return loss * UNDERFLOW_SHRINK if self._shrinking else loss
+        return with_nan(batch) if "nan" in faults else batch
 
     def _disturbed(self, scaled: Tensor, part: _Part, scale: float, faults: Set[str]) -> Tensor:
         """Return a scaled loss, so large that gradients overflow if that fault is armed for this part."""
         if "overflow" not in faults or part.loss_id or part.batch:
             return scaled
-        if self._config.level.range_format is not FLOAT16:
-            return scaled * _FLOAT32_TOP * _FLOAT32_TOP
-        return scaled * math.ldexp(1.0 / scale, _OVERFLOW_LOG2)
+        return overflowing(scaled, scale, self._config.level.range_format)
 
     def _record(self, losses: Sequence[Tensor], exponents: Sequence[float], began: float) -> StepRecord:
         limiting = self._limiting_scale()
-        injected = [fault for fault in FAULTS if fault in self._faults or (fault == "underflow" and self._shrinking)]
         value = sum(loss.item() for loss in losses)
         scales = tuple(each.loss_scale for each in self._scaled)
         self._mixed_scales = MixedScales(self._step, scales) if len({*scales}) > 1 else None
         if limiting.skipped:
             self._last_loss_id = limiting.loss_id
-            faulty = self._faults or not math.isfinite(value)
+            # After a fault of one step the gradients are not finite; an underflow leaves them as they are.
+            faulty = self._faults - after_step(self._faults) or not math.isfinite(value)
             exponents = [math.inf if faulty else self.gradients().sample.histogram.largest_exponent]
         return StepRecord(
             step=self._step,
@@ -652,7 +632,7 @@ class Experiment:
             opt_level=self._config.opt_level,
             score=self.score() if (self._step + 1) % SCORE_EVERY == 0 else None,
             seconds=round(time.perf_counter() - began, 6),
-            injected="+".join(injected) or None,
+            injected=faults_named(self._faults),
             grad_exponent=max(exponents, default=None),
         )
 
@@ -767,12 +747,6 @@ def samples_gradients(step: int) -> bool:
     return step % every == 0
 
 
-def check_fault(fault: str) -> None:
-    """Raise ValueError unless `fault` is one of `FAULTS`."""
-    if fault not in FAULTS:
-        raise ValueError(f"{fault!r}: expected a fault that can be injected; choose from {', '.join(FAULTS)}.")
-
-
 def check_modules(config: ExperimentConfig) -> None:
     """Raise SettingRefused if float32_modules names a module that the model of a config does not have."""
     if config.float32_modules:
@@ -832,40 +806,6 @@ def _sum(losses: Iterable[Tensor]) -> Tensor:
 
 def _dense(grad: Tensor) -> Tensor:
     return grad.to_dense() if grad.is_sparse else grad
-
-
-def _with_nan(batch: Any) -> Any:
-    """Return a copy of a batch in which one element is NaN; the batch itself if it holds whole numbers only."""
-    tensors = iter(floating_tensors_in(batch))
-    first = next((tensor for tensor in tensors if tensor.numel()), None)
-    return map_tensors(batch, lambda tensor: _with_nan_in(tensor) if tensor is first else tensor)
-
-
-def _with_nan_in(tensor: Tensor) -> Tensor:
-    changed = tensor.clone(memory_format=torch.contiguous_format)
-    changed.view(-1)[0] = math.nan
-    return changed
-
-
-@contextmanager
-def _nan_in_first_activation(model: nn.Module) -> Iterator[None]:
-    """Put NaN into one element of the first floating-point tensor that a module without children returns."""
-    is_done = False
-
-    def disturb(_module: nn.Module, _inputs: Any, output: Any) -> Any:
-        nonlocal is_done
-        if is_done or not floating_tensors_in(output):
-            return None
-        is_done = True
-        return _with_nan(output)
-
-    leaves = [module for module in model.modules() if not [*module.children()]]
-    handles = [module.register_forward_hook(disturb) for module in leaves]
-    try:
-        yield
-    finally:
-        for handle in handles:
-            handle.remove()
 
 
 def _refuse_new_weights(old: ExperimentConfig, new: ExperimentConfig) -> None:

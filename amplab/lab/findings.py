@@ -54,16 +54,18 @@ def observed_run(
 
     Skipped steps into which NaN or an overflow was injected are left out: they say nothing about the run.
     """
-    records = [
-        record
-        for record in history.records(max(0, len(history) - LOOK_BACK))
-        if not (record.skipped and record.is_disturbed)
-    ]
-    lost = {taken.step: taken.histogram.lost_share(taken.loss_scale, FLOAT16) for taken in history.gradient_samples}
+    start = max(0, len(history) - LOOK_BACK)
+    records = [record for record in history.records(start) if not (record.skipped and record.is_disturbed)]
+    since = records[0].step if records else 0
+    lost = {
+        taken.step: taken.histogram.lost_share(taken.loss_scale, FLOAT16)
+        for taken in history.gradient_samples
+        if taken.step >= since
+    }
     # The lab unscales the gradients of each loss before it adds them, so different scales do no harm there.
     own = isinstance(config, ExperimentConfig)
     mixed = {} if own else {each.step: each.scales for each in history.mixed_scales}
-    missing = history.missing_losses()
+    missing = history.missing_losses(start)
     norms, rates = norms or {}, rates or {}
 
     def observed(record: StepRecord) -> StepObservation:

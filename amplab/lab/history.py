@@ -16,6 +16,7 @@ from bisect import bisect_left, bisect_right
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from itertools import pairwise
 from operator import attrgetter
 from typing import Any, cast
 
@@ -65,6 +66,7 @@ _UNMEASURED = ("score", "grad_exponent")  # NaN where they are None
 _PENDING = 256
 _ROWS_IN_BLOCK = 4096
 _FASTEST = 2**16  # steps that `rate` looks back
+_EVERY = slice(None)
 
 MOST_SAMPLES = 1024
 """Histograms of the gradients that a history keeps, and the last one."""
@@ -100,7 +102,7 @@ class History:
         self._pending: list[StepRow] = []  # appended, not yet in the columns
         self._codes: dict[str | None, int] = {None: 0}
         self._words: list[str | None] = [None]
-        self._skip_count = 0
+        self._skips = GrowingColumns({"row": np.int64})  # the skipped rows
         self._untold = 0  # steps from the first on whose losses are missing, whatever their column says
         self._levels: list[tuple[int, str]] = []
         self._changes: list[RunChange] = []
@@ -156,6 +158,11 @@ class History:
         """Why steps were skipped, by step, as far as they were explained."""
         with self._lock:
             return dict(self._explanations)
+
+    @property
+    def explained_count(self) -> int:
+        """The number of skipped steps that were explained."""
+        return len(self._explanations)
 
     def keep_memory(self, step: int, memory: MemoryUse) -> None:
         """Add the bytes that training holds from `step` on, unless they are those of before."""
@@ -248,12 +255,15 @@ class History:
     def skip_count(self) -> int:
         """The number of skipped steps."""
         with self._filled():
-            return self._skip_count
+            return len(self._skips)
 
-    def column(self, name: str) -> np.ndarray:
-        """Return a copy of one column, `(steps,)`: words as an object array, NaN where no score was measured."""
+    def column(self, name: str, rows: slice | np.ndarray = _EVERY) -> np.ndarray:
+        """Return a copy of one column, `(steps,)`, or of some of its rows: a slice without a step, or rows from 0.
+
+        Words are an object array; a score that was not measured is NaN.
+        """
         with self._filled():
-            return self._read(name, slice(None))
+            return self._read(name, rows)
 
     def record(self, row: int) -> StepRecord:
         """Return one step by its row, from 0 (negative from the end).
@@ -264,6 +274,11 @@ class History:
         with self._filled():
             row = range(len(self._columns))[row]
             return self._records(slice(row, row + 1))[0]
+
+    def records_at(self, rows: Sequence[int]) -> list[StepRecord]:
+        """Return some steps by their rows, from 0: in one read, which is much faster than `record` for each."""
+        with self._filled():
+            return self._records(np.asarray(rows, dtype=np.int64))
 
     def records(self, start: int = 0) -> list[StepRecord]:
         """Return the steps from row `start` on."""
@@ -399,8 +414,9 @@ class History:
                 if level != now:
                     self._levels.append((step, level))
                     now = level
+        skips = np.flatnonzero(values["skipped"]) + len(self._columns)
         self._columns.extend({**values, **coded, _MISSING: missing})
-        self._skip_count += sum(values["skipped"])
+        self._skips.extend({"row": skips})
 
     def _coded(self, words: Sequence[str | None]) -> list[int]:
         """Return the codes of words; a new word gets the next one."""
@@ -412,7 +428,9 @@ class History:
 
     def _skipped_rows(self, start: int = 0, end: int | None = None) -> np.ndarray:
         """Return the rows of the skipped steps among some rows."""
-        return start + np.flatnonzero(self._columns.read("skipped", slice(start, end)))
+        rows = self._skips.read("row", slice(None))
+        first, last = np.searchsorted(rows, [start, len(self._columns) if end is None else end])
+        return rows[first:last]
 
     def _span(self, low: float, high: float) -> tuple[int, int]:
         """Return the rows of the steps from `low` to `high`, as first and end."""
@@ -432,7 +450,8 @@ class History:
         for name in names or ["seconds"]:
             extremes = self._extremes.setdefault(name, BlockExtremes())
             extremes.extend(self._columns.read(name, slice(extremes.seen, None)))
-            rows = extremes.rows(start, end)
+            # Buckets of at least 8 blocks: what a block on the edge of two buckets hides is a small part of either.
+            rows = extremes.rows(start, end, width=(end - start) * (1 + 2 * len(names)) // (limit * JOINED))
             candidates.append((rows - start, self._columns.read(name, rows)))
         return start + thin(end - start, candidates, marked=self._skipped_rows(start, end) - start, limit=limit)
 
@@ -456,10 +475,14 @@ class History:
 # The rows are cut into buckets of equal length. Of each bucket these are kept, for every column: the first row, the
 # smallest and the largest finite value, and the first NaN, the first inf and the first -inf, because these are drawn at
 # the edge. Marked rows (skipped steps) are all kept while they fit into half of the limit; beyond that, the first of
-# each bucket. Long columns are searched through `BlockExtremes`, which grows with the run, so the cost does not.
+# each bucket. Long columns are searched through `BlockExtremes`, which grows with the run, so the cost does not:
+# the blocks are an eighth of a bucket, or 64 rows.
 
 BLOCK = 64
-"""Rows per block of `BlockExtremes`."""
+"""Rows in the smallest blocks of `BlockExtremes`."""
+
+JOINED = 8
+"""Blocks in the next larger one."""
 
 
 def extreme_rows(values: np.ndarray, starts: np.ndarray) -> np.ndarray:
@@ -497,35 +520,79 @@ def _starts(values: np.ndarray) -> np.ndarray:
 
 
 class BlockExtremes:
-    """The extreme rows of every complete block of `BLOCK` rows of one column, extended as the column grows."""
+    """The extreme rows of every complete block of rows of one column, extended as the column grows.
+
+    Blocks of `BLOCK` rows are joined, `JOINED` at a time, to larger blocks, so that few rows describe a long range.
+    """
 
     def __init__(self) -> None:
-        self._rows: list[np.ndarray] = []
+        self._levels = [_Blocks(BLOCK)]
         self._length = 0
-        self.seen = 0
+
+    @property
+    def seen(self) -> int:
         """Rows in complete blocks, which are not read again."""
+        return self._levels[0].end
 
     def extend(self, fresh: np.ndarray) -> None:
         """Take the values from row `seen` to the end of the column."""
-        self._length = self.seen + len(fresh)
-        fresh = fresh[: len(fresh) - len(fresh) % BLOCK]
-        if len(fresh):
-            self._rows.append(extreme_rows(fresh, np.arange(0, len(fresh), BLOCK)) + self.seen)
-            self.seen += len(fresh)
+        start, self._length = self.seen, self.seen + len(fresh)
+        self._levels[0].extend(np.arange(start, self._length), fresh, self._length)
+        largest = self._levels[-1]
+        if largest.end >= JOINED * largest.size:
+            self._levels.append(_Blocks(JOINED * largest.size))
+        for small, large in pairwise(self._levels):
+            if small.end - large.end >= large.size:
+                large.extend(*small.extremes, small.end)
 
-    def rows(self, start: int = 0, end: int | None = None) -> np.ndarray:
+    def rows(self, start: int = 0, end: int | None = None, *, width: int = BLOCK) -> np.ndarray:
         """Return the sorted candidate rows of the column from `start` to before `end`.
 
-        They are the extremes of the complete blocks in between, and all rows of the blocks that are cut.
+        They are the extremes of the complete blocks in between, of at most `width` rows where there are several sizes,
+        and all rows of the smallest blocks that are cut.
         """
-        if len(self._rows) > 1:
-            self._rows = [np.concatenate(self._rows)]
         end = self._length if end is None else end
-        first = min(-(-start // BLOCK) * BLOCK, end)  # of the first block that is not cut
-        last = max(first, min(self.seen, end - end % BLOCK))
-        known = self._rows[0] if self._rows else np.arange(0)
-        inside = known[np.searchsorted(known, first) : np.searchsorted(known, last)]
-        return np.concatenate([np.arange(start, first), inside, np.arange(last, end)])
+        fitting = [level for level in self._levels if level.size <= max(width, BLOCK)]
+        return np.concatenate([*_candidates(fitting, start, end)])
+
+
+class _Blocks:
+    """The extreme rows, and their values, of every complete block of `size` rows; the blocks end before row `end`."""
+
+    def __init__(self, size: int) -> None:
+        self.size, self.end = size, 0
+        self._parts = [(np.arange(0), np.arange(0.0))]
+
+    @property
+    def extremes(self) -> tuple[np.ndarray, np.ndarray]:
+        """The extreme rows of all blocks in order, and their values."""
+        if len(self._parts) > 1:
+            rows, values = zip(*self._parts, strict=True)
+            self._parts = [(np.concatenate(rows), np.concatenate(values))]
+        return self._parts[0]
+
+    def extend(self, rows: np.ndarray, values: np.ndarray, end: int) -> None:
+        """Take the sorted rows before `end` that can be extremes, and their values; those of old blocks are ignored."""
+        complete = end - end % self.size
+        fresh = slice(*np.searchsorted(rows, [self.end, complete]))
+        rows, values, self.end = rows[fresh], values[fresh], complete
+        if len(rows):
+            kept = extreme_rows(values, _starts(rows // self.size))
+            self._parts.append((rows[kept], values[kept]))
+
+
+def _candidates(levels: Sequence[_Blocks], start: int, end: int) -> Iterator[np.ndarray]:
+    """Yield the rows of the largest blocks between `start` and `end`; smaller ones describe what these cut."""
+    if not levels:
+        yield np.arange(start, end)
+        return
+    *smaller, largest = levels
+    first = min(-(-start // largest.size) * largest.size, end)  # of the first block that is not cut
+    last = max(first, min(largest.end, end - end % largest.size))
+    known, _ = largest.extremes
+    yield from _candidates(smaller, start, first)
+    yield known[slice(*np.searchsorted(known, [first, last]))]
+    yield from _candidates(smaller, last, end)
 
 
 def thin(

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import numpy as np
 
@@ -54,6 +54,8 @@ RECENT = 20
 
 AFTER = 200
 """Steps within which a change is named as what came before."""
+
+_BLOCK = 4096  # steps that are read together
 
 
 @dataclass(frozen=True)
@@ -119,9 +121,9 @@ def run_status(
     """
     if history.last is None:
         return RunStatus("ready", "Ready: no step yet.")
-    losses = history.column("loss")
+    losses = _Losses.of(history)
     return (
-        _damaged(history, losses)
+        _damaged(history)
         or _diverged(history, losses, learning_rate)
         or _skipping(history, floor)
         or _at_floor(history, floor)
@@ -139,15 +141,39 @@ def verdict(
     """Return how a run has ended: as `run_status`, but a search for a loss scale does not hide what was learned."""
     status = run_status(history, floor=floor, learning_rate=learning_rate, measured=measured)
     if status.kind in ("searching", "floor"):
-        return _learning(history, history.column("loss"), measured or Measured())
+        return _learning(history, _Losses.of(history), measured or Measured())
     return status
 
 
-def _damaged(history: History, losses: np.ndarray) -> RunStatus | None:
+class _Losses(NamedTuple):
+    """The finite losses at both ends of a run: the first `STUCK` and the last `RECENT`, in order."""
+
+    first: np.ndarray
+    last: np.ndarray
+
+    @classmethod
+    def of(cls, history: History) -> _Losses:
+        return cls(_finite_losses(history, STUCK), _finite_losses(history, RECENT, newest=True))
+
+
+def _finite_losses(history: History, most: int, *, newest: bool = False) -> np.ndarray:
+    """Return the first or the newest finite losses; how long the run is does not matter."""
+    found, starts = np.array([]), range(0, len(history), _BLOCK)
+    for start in reversed(starts) if newest else starts:
+        losses = history.column("loss", slice(start, start + _BLOCK))
+        losses = losses[np.isfinite(losses)]
+        found = np.concatenate([losses, found] if newest else [found, losses])
+        if len(found) >= most:
+            break
+    return found[-most:] if newest else found[:most]
+
+
+def _damaged(history: History) -> RunStatus | None:
     """A loss that is not finite in a step that was not skipped."""
     last = history.last
     if last is None or last.skipped or math.isfinite(last.loss) or history.missing_losses(-1):
         return None
+    losses = history.column("loss")
     finite = np.flatnonzero(np.isfinite(losses))
     first = int(finite[-1]) + 1 if len(finite) else 0
     word = "NaN" if math.isnan(last.loss) else "inf"
@@ -157,7 +183,7 @@ def _damaged(history: History, losses: np.ndarray) -> RunStatus | None:
     )
 
 
-def _diverged(history: History, losses: np.ndarray, learning_rate: float | None) -> RunStatus | None:
+def _diverged(history: History, losses: _Losses, learning_rate: float | None) -> RunStatus | None:
     """Every step is skipped because update steps were too large, or the loss has grown a hundredfold."""
     began = _skips_at_the_end(history)
     rate = "" if learning_rate is None else f" at learning rate {short_text(learning_rate)}"
@@ -165,13 +191,15 @@ def _diverged(history: History, losses: np.ndarray, learning_rate: float | None)
         why = [each for step, each in history.explanations.items() if step >= began]
         if any(each.kind == "divergence" for each in why):
             return _bad(history, "diverged", began, f"Diverged at step {began:,}", "every step since is skipped", rate)
-    finite = losses[np.isfinite(losses)]
-    if len(finite) < 2 or not finite[0] > 0 or not np.median(finite[-RECENT:]) > EXPLODED * finite[0]:
+    if len(losses.first) < 2 or not losses.first[0] > 0:
         return None
-    first = int(np.argmax(losses > EXPLODED * finite[0]))
-    now, was = (short_text(float(each), digits=2) for each in (np.median(finite[-RECENT:]), finite[0]))
+    was, now = float(losses.first[0]), float(np.median(losses.last))
+    if not now > EXPLODED * was:
+        return None
+    first = int(np.argmax(history.column("loss") > EXPLODED * was))
     step = history.record(first).step
-    return _bad(history, "diverged", step, f"Diverged at step {step:,}", f"the loss is {now}, and was {was}", rate)
+    grown = f"the loss is {short_text(now, digits=2)}, and was {short_text(was, digits=2)}"
+    return _bad(history, "diverged", step, f"Diverged at step {step:,}", grown, rate)
 
 
 def _skipping(history: History, floor: float | None) -> RunStatus | None:
@@ -210,12 +238,11 @@ def _at_floor(history: History, floor: float | None) -> RunStatus | None:
     return RunStatus("floor", text)
 
 
-def _learning(history: History, losses: np.ndarray, measured: Measured) -> RunStatus:
-    finite = losses[np.isfinite(losses)]
-    last = history.last
+def _learning(history: History, losses: _Losses, measured: Measured) -> RunStatus:
+    finite, last = losses.first, history.last
     if last is None or not len(finite):
         return RunStatus("unknown", f"No loss is known. {_skips(history)}.")
-    early, now = float(np.median(finite[:RECENT])), float(np.median(finite[-RECENT:]))
+    early, now = float(np.median(finite[:RECENT])), float(np.median(losses.last))
     rest = f"loss scale {power(last.next_loss_scale, raised=True)}, {_skips(history)}"
     was, present = short_text(float(finite[0])), short_text(now)
     if measured.task is not None and measured.task.has_opposed_losses:
@@ -264,19 +291,24 @@ def _skips_at_the_end(history: History) -> int | None:
     """The first of the skips that the last step ends, None if it was not skipped; injected ones do not count."""
     if history.last is None or not history.last.skipped:
         return None
-    skipped = history.column("skipped")
-    own = np.flatnonzero(~(skipped & _is_disturbed(history)[: len(skipped)]))
-    if not len(own) or not skipped[own[-1]]:
-        return None
-    taken = np.flatnonzero(~skipped[own])
-    first = int(taken[-1]) + 1 if len(taken) else 0
-    return history.record(int(own[first])).step
+    end, first = len(history), None
+    for start in reversed(range(0, end, _BLOCK)):
+        skipped = history.column("skipped", slice(start, end))
+        own = np.flatnonzero(~(skipped & _is_disturbed(history, start, end)))
+        taken = np.flatnonzero(~skipped[own])
+        after = own[taken[-1] + 1 :] if len(taken) else own
+        first = start + int(after[0]) if len(after) else first
+        if len(taken):
+            break
+        end = start
+    return None if first is None else history.record(first).step
 
 
-def _is_disturbed(history: History) -> np.ndarray:
-    """Return which steps got an injected overflow or NaN, `(steps,)`; an injected underflow is none that skips."""
-    injected = history.column("injected")
-    return np.array([each is not None and each != "underflow" for each in injected], dtype=np.bool_)
+def _is_disturbed(history: History, start: int, end: int) -> np.ndarray:
+    """Return which of some steps got an injected overflow or NaN, `(rows,)`; an injected underflow does not skip."""
+    injected = history.column("injected", slice(start, end))
+    disturbed: np.ndarray = (injected != None) & (injected != "underflow")  # noqa: E711 - elementwise on objects
+    return disturbed
 
 
 def _bad(history: History, kind: StatusKind, step: int, what: str, why: str, otherwise: str = "") -> RunStatus:

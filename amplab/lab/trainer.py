@@ -47,7 +47,8 @@ from amplab.lab.events import (
     TwinReady,
     Undone,
 )
-from amplab.lab.experiment import Experiment, check_fault, samples_gradients
+from amplab.lab.experiment import Experiment, samples_gradients
+from amplab.lab.faults import check_fault
 from amplab.lab.findings import (
     LOOK_BACK,
     observed_run,

@@ -120,8 +120,9 @@ def _refuse_settings(everyone: Sequence[Mapping[str, str]]) -> None:
     told = "; ".join(f"{name} is {_by_rank([each.get(name, 'absent') for each in everyone])}" for name in differ[:3])
     more = f"; and {len(differ) - 3} more" if len(differ) > 3 else ""
     raise RuntimeError(
-        f"The settings of amp.initialize and its optimizers differ between ranks: {told}{more}. Weights would differ "
-        "after the next step; pass, or load from a checkpoint, the same values on every rank."
+        f"The settings of amp.initialize and its optimizers differ between ranks: {told}{more}. Weights differ now, or "
+        "would after the next step: pass, or load from a checkpoint, the same values on every rank, and run the same "
+        "blocks of scale_loss and the same steps."
     )
 
 

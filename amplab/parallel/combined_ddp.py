@@ -39,8 +39,12 @@ class CombinedDDP:
 
     Sync: waits for every rank.
 
+    A copy of a model, by deepcopy or pickle, is one of a single process: no optimizer of `initialize` trains it.
+
     Reference: ``combine_ddp`` of Ascend's apex, which broadcasts parameters only.
     """
+
+    _is_original = False
 
     def __init__(
         self,
@@ -55,6 +59,7 @@ class CombinedDDP:
                 "combine_ddp=True without a process group: call torch.distributed.init_process_group before "
                 "amp.initialize, and start the script with torchrun."
             )
+        self._is_original = True
         self._replica_count, self._group = replica_count, group
         self._reducers: weakref.WeakSet[CombinedReducer] = weakref.WeakSet()
         prefixes = [f"models[{index}]." if len(models) > 1 else "" for index in range(len(models))]
@@ -67,6 +72,10 @@ class CombinedDDP:
         refuse_disagreement("models", named, group, settings=common)
         self._names = WeakTensorKeyDictionary({tensor: name for name, tensor in named})
         self._broadcast([tensor for _, tensor in named])
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Return what the hooks of a copied model need: nothing."""
+        return {}
 
     def reducer(self) -> CombinedReducer:
         """Return a reducer for the gradients of one optimizer."""
@@ -88,7 +97,7 @@ class CombinedDDP:
         return [model.register_forward_pre_hook(self._before_forward)]
 
     def _before_forward(self, model: nn.Module, _inputs: Any) -> None:
-        if not (model.training and torch.is_grad_enabled()):
+        if not (self._is_original and model.training and torch.is_grad_enabled()):
             return
         if nn.parallel.DistributedDataParallel._get_active_ddp_module() is not None:
             raise RuntimeError(

@@ -69,10 +69,18 @@ class _Notes(NamedTuple):
     Attributes:
         of_params: its parameters are others than those that were agreed on.
         of_values: its settings are others, or it has a gradient that cannot be averaged.
+        even, odd: one of them, by the number of its steps. After the exchange both, if ranks have made other numbers.
     """
 
-    of_params: bool
-    of_values: bool
+    of_params: bool = False
+    of_values: bool = False
+    even: bool = False
+    odd: bool = False
+
+    @property
+    def ask_for_comparison(self) -> bool:
+        """Whether a rank has news, or ranks have made other numbers of steps."""
+        return self.of_params or self.of_values or (self.even and self.odd)
 
 
 class Bucket:
@@ -96,7 +104,7 @@ class Bucket:
         starts = [start, *buffer.ends[first : last - 1]]
         flags = [begin - start + param.numel() for begin, param in zip(starts, self.params, strict=True)]
         self._flags = torch.tensor(flags, device=buffer.tensor.device)
-        self._notes = self.tensor[flags[0] + 1 : flags[0] + 3]  # the padding of a part has 32 elements
+        self._notes = self.tensor[flags[0] + 1 :][: len(_Notes._fields)]  # the padding of a part has 32 elements
         lent = [buffer.lent(index) for index in range(first, last)]
         self._places = GradientPlaces(self.params, self.tensor, [begin - start for begin in starts], lent)
         self._all_here = False
@@ -214,7 +222,8 @@ class CombinedReducer:
         self._wanted: list[list[Tensor]] = []  # those of the backward
         self._agreed: dict[str, str] = {}  # settings
         self._settings: dict[str, str] = {}
-        self._notes = _Notes(False, False)
+        self._steps = 0
+        self._notes = _Notes()
         self._misfits: list[str] = []
         self._buffers: tuple[FlatBuffer, ...] = ()
         self._buckets: list[Bucket] = []
@@ -268,20 +277,22 @@ class CombinedReducer:
         known = len(self._wanted) == len(self._listed) and all(map(_same, self._wanted, self._listed))
         unfrozen = any(param.requires_grad for flat in self.flats for param in flat.outside)
         rebuilt = not _same(_buffers_of(self.flats), self._buffers)
-        self._notes = _Notes(not known or unfrozen or rebuilt, False)
+        self._notes = _Notes(of_params=not known or unfrozen or rebuilt)
         self._awaited = True
 
-    def begin(self, settings: Mapping[str, str] | None = None, *, early: bool = True) -> None:
+    def begin(self, settings: Mapping[str, str] | None = None, *, steps: int = 0, early: bool = True) -> None:
         """Send each bucket as soon as it is full, until `finish`; nothing if this rank runs alone. Sync: none.
 
         Args:
             settings: what must be equal on all ranks: values as text, by name. Those that have changed since ranks
                 compared them are compared in `finish`.
+            steps: the number of steps that were made with the averages of this object. Ranks of which one is a step
+                ahead have other weights.
             early: send in the backward; False: leave everything to `finish`.
         """
-        self._settings = dict(settings or {})
+        self._settings, self._steps = dict(settings or {}), steps
         differ = any(self._agreed.get(name) != value for name, value in self._settings.items())
-        self._notes = self._notes._replace(of_values=differ)
+        self._notes = self._notes._replace(of_values=differ, even=steps % 2 == 0, odd=steps % 2 == 1)
         if is_alone() or not early:
             return
         self._sending = True
@@ -292,18 +303,18 @@ class CombinedReducer:
         """Send what has not been sent, wait, and make the averages the gradients.
 
         Raises:
-            RuntimeError: on every rank: the parameters or the settings of `begin` differ between ranks; a gradient of
-                one is sparse, or of another dtype or shape than its parameter; a rank does not take part. On this rank:
-                a gradient was written after its bucket had been sent.
+            RuntimeError: on every rank: the parameters, the settings or the steps differ between ranks; a gradient is
+                sparse, or of another dtype or shape than its parameter; a rank does not take part. On this rank: a
+                gradient was written after its bucket had been sent.
 
         Sync: as `torch.distributed.Work.wait`; one for each bucket; one more if this rank has not reached every
         parameter.
         """
         notes = self._exchange(self._buckets)
-        if any(notes):
+        if notes.ask_for_comparison:
             self._compare()
         if notes.of_params:
-            self._notes = _Notes(False, False)
+            self._notes = _Notes()
             self._exchange_added()
             self._plan()
         elif self._arrived is not None and self._recorded:
@@ -315,7 +326,7 @@ class CombinedReducer:
         sent = len(self._works)
         for bucket in buckets[sent:]:
             self._send(bucket)
-        notes = _Notes(False, False) if is_alone() else self._await(buckets)
+        notes = _Notes() if is_alone() else self._await(buckets)
         for bucket in () if self._misfits else buckets[:sent]:
             late = next((param for param in bucket.params if param.grad is not None), None)
             if late is not None:
@@ -362,7 +373,7 @@ class CombinedReducer:
 
     def _end(self) -> None:
         self._awaited, self._sending, self._ready, self._works = False, False, set(), []
-        self._notes, self._misfits, self._recorded = _Notes(False, False), [], False
+        self._notes, self._misfits, self._recorded = _Notes(), [], False
 
     def _send(self, bucket: Bucket) -> None:
         misfit, notes = bucket.misfit(), self._notes
@@ -413,7 +424,7 @@ class CombinedReducer:
             [(self._name(param), param) for param in listed],
             self._group,
             with_values=[param for param in listed if id(param) not in planned and self._known_name(param) is None],
-            settings=self._settings,
+            settings=self._settings | {"the number of steps": str(self._steps)},
             problem=next(iter(problems), ""),
         )
         self._agreed |= self._settings
@@ -430,7 +441,7 @@ class CombinedReducer:
         flat = FlatGradients(added, reserve=True)  # in the dtypes of the parameters, whatever the gradients are
         for param, grad in zip(added, grads, strict=True):
             param.grad = grad
-        if any(self._exchange(self._cut(flat.flat_buffers))):
+        if self._exchange(self._cut(flat.flat_buffers)).ask_for_comparison:
             self._compare()
 
     # -- the order of the buckets ------------------------------------------------------------------------

@@ -16,7 +16,7 @@ from typing import Any
 
 from amplab.display.numbers import power
 from amplab.lab import FIELDS, LIVE_FIELDS, ExperimentConfig, Trainer, field_named
-from amplab.lab.config import Change, ConfigField, SettingRefused
+from amplab.lab.config_field import Change, ConfigField, SettingRefused
 from amplab.lab.levels import LEVELS, Level, explained, why_no_override
 
 __all__ = ["act", "controls_payload", "field_value"]
@@ -51,8 +51,9 @@ def controls_payload(
         last_change: What Undo would take back, None for nothing.
         undone: What Undo has just taken back.
     """
+    differing = config.differing()
     return {
-        "fields": {name: _field(each, config) for name, each in FIELDS.items()},
+        "fields": {name: _field(each, config, differs=name in differing) for name, each in FIELDS.items()},
         "levels": [
             {"name": level.name, "label": level.label, "brief": level.brief, "line": _line(level, config)}
             for level in LEVELS.values()
@@ -77,7 +78,7 @@ def _line(level: Level, config: ExperimentConfig) -> str:
     return explained(level.name, keep_batchnorm_fp32=config.keep_batchnorm_fp32, master_weights=config.master_weights)
 
 
-def _field(field: ConfigField, config: ExperimentConfig) -> dict[str, object]:
+def _field(field: ConfigField, config: ExperimentConfig, *, differs: bool) -> dict[str, object]:
     """A field's texts, its choices as pairs of value and label, its value, and why it cannot be changed now.
 
     "back" is the default in words where the field differs from it.
@@ -90,7 +91,7 @@ def _field(field: ConfigField, config: ExperimentConfig) -> dict[str, object]:
         "value": value,
         "options": _options(field, config),
         "reason": why_no_override(config.opt_level, field.name) if field.overrides_level else None,
-        "back": field.default_shown(config) if config.differs(field.name) else None,
+        "back": config.default_shown(field.name) if differs else None,
     }
 
 

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from typing import Any
 
 from amplab.lab import ExperimentConfig, Run, Trainer, Watch
-from amplab.lab.config import SettingRefused
+from amplab.lab.config_field import SettingRefused
 from amplab.lab.experiment import check_modules
 from amplab.lab.html_report import report_html
 from amplab.lab.run_export import run_csv, run_json

@@ -10,7 +10,8 @@ from torch import nn
 import amplab
 from amplab import amp
 from amplab.amp.run_state.file_format import MissingRunState
-from amplab.lab.config import ExperimentConfig, SettingRefused
+from amplab.lab.config import ExperimentConfig
+from amplab.lab.config_field import SettingRefused
 from amplab.launch import LaunchError, LaunchStopped
 from amplab.launch.lessons import choose_lesson, find_lessons
 from amplab.scalers import DeepSpeedScale, LossScaleAtMinimumError

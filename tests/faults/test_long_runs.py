@@ -13,9 +13,15 @@ import pytest
 import torch
 
 import amplab
-from amplab.lab import COLUMNS, ExperimentConfig, History, load_run
+from amplab.formats import exponent_histogram
+from amplab.lab import COLUMNS, ExperimentConfig, GradientSample, History, SkipExplanation, load_run
+from amplab.lab.findings import LOOK_BACK, observed_run
 from amplab.lab.run_log import RunLog
+from amplab.lab.run_status import run_status
 from amplab.scalers import PUBLISHED_RULES
+from amplab.views.live_payload import frame_rows
+from amplab.views.tabs.scale_payload import dynamics
+from amplab.views.tabs.skipped_payload import skipped_payload
 
 SHORT, LONG = 20_000, 1_000_000
 STEPS = [SHORT, pytest.param(LONG, marks=pytest.mark.long)]
@@ -82,6 +88,42 @@ def test_what_a_chart_costs_does_not_grow_with_the_run(tmp_path: Path) -> None:
     assert cpu_seconds(lambda: long.thinned(["loss", "loss_scale"], 800, middle, middle + 500)) < 0.1
     assert cpu_seconds(lambda: long.record(middle)) < 0.01
     assert len(long) == LONG
+
+
+TICK: dict[str, Callable[[History], object]] = {
+    "charts": frame_rows,
+    "skipped": skipped_payload,
+    "scale": lambda history: dynamics(history, ExperimentConfig(), 65536.0),
+    "status": lambda history: run_status(history, floor=1.0),
+    "findings": observed_run,
+}
+"""What the dashboard computes while a run goes on, up to ten times a second."""
+
+
+def lengthen(history: History, steps: int) -> None:
+    """Add steps; every 23rd is skipped and explained, and gradients are measured every 500 steps."""
+    first = len(history)
+    numbers = range(first, first + steps)
+    skipped = [step % 23 == 22 for step in numbers]
+    row: tuple[object, ...] = (0, 2.0, 65536.0, 65536.0, False, None, "O1", None, 0.0, None, -4.0)
+    values = {name: [value] * steps for name, value in zip(COLUMNS, row, strict=True)}
+    history.extend(values | {"step": numbers, "skipped": skipped, "seconds": [0.001 * step for step in numbers]})
+    for step in [each for each in numbers if each % 23 == 22]:
+        history.explain(SkipExplanation(step, ("scale", "data")[step % 2], "too large"))
+    for step in numbers[::500]:
+        history.keep(GradientSample(step, 65536.0, exponent_histogram(torch.ones(4))))
+
+
+@pytest.mark.parametrize("name", TICK)
+def test_what_the_dashboard_computes_does_not_grow_with_the_run(name: str) -> None:
+    short, long, draw = History(), History(), TICK[name]
+    lengthen(short, LOOK_BACK + 1000)
+    for _ in range(8):
+        lengthen(long, LONG // 10)
+    assert long.explained_count == long.skip_count > 30_000
+    for history in (short, long):
+        draw(history)  # the first drawing reads everything once
+    assert cpu_seconds(lambda: draw(long)) < 4 * cpu_seconds(lambda: draw(short)) + 0.002
 
 
 def used() -> tuple[int, int]:

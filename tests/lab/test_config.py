@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from amplab.amp import explain_override
 from amplab.lab import FIELDS, LEVELS, LIVE_FIELDS, OVERRIDES, ExperimentConfig
-from amplab.lab.config import Change, SettingRefused, spell
+from amplab.lab.config_field import Change, SettingRefused, spell
 from amplab.lab.levels import why_no_override
 
 SCALES = st.integers(-126, 127).map(lambda power: 2.0**power) | st.floats(1e-6, 1e30)

@@ -53,6 +53,7 @@ def test_records_come_back_as_they_went_in():
     assert history.record(504) == record(504, loss=1 / 505, skipped=True, first_nonfinite="hidden1.weight")
     assert math.isnan(history.record(703).loss)
     assert [entry.step for entry in history.records(2498)] == [2498, 2499]
+    assert [entry.step for entry in history.records_at([7, 2000, 3])] == [7, 2000, 3]
     with pytest.raises(IndexError):
         history.record(2500)
 
@@ -161,6 +162,26 @@ def test_block_extremes_grow_with_the_column(values, pieces):
     for start in range(0, len(column), BLOCK):
         kept = [column[row] for row in rows if start <= row < start + BLOCK]
         assert shown(kept) == shown(list(column[start : start + BLOCK]))
+
+
+@pytest.mark.parametrize("width", [BLOCK, 8 * BLOCK, 70 * BLOCK])
+def test_larger_blocks_show_what_all_rows_show_in_fewer_rows(width):
+    generator = np.random.default_rng(0)
+    column = generator.normal(size=300 * BLOCK + 17)
+    column[generator.integers(0, len(column), 40)] = math.nan
+    column[generator.integers(0, len(column), 40)] = -math.inf
+    blocks, ends = BlockExtremes(), np.sort(generator.integers(0, len(column), 60)).tolist()
+    for end in [*ends, len(column)]:
+        blocks.extend(column[blocks.seen : end])
+    for start, end in ((0, len(column)), (100, len(column) - 1), (5 * BLOCK, 9 * BLOCK), (10, 40)):
+        rows = blocks.rows(start, end, width=width)
+        assert (np.diff(rows) > 0).all()
+        assert start <= rows[0] <= rows[-1] < end
+        size = max(each for each in (BLOCK, 8 * BLOCK, 64 * BLOCK) if each <= width)
+        assert len(rows) < 5 * (end - start) / size + 4 * size
+        for bucket in range(-(-start // size) * size, end - size, size):
+            kept = rows[(bucket <= rows) & (rows < bucket + size)]
+            assert shown(column[kept].tolist()) == shown(column[bucket : bucket + size].tolist())
 
 
 def candidates(column: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

@@ -25,7 +25,7 @@ from amplab.lab import (
     load_task,
     register_model,
 )
-from amplab.lab.config import SettingRefused
+from amplab.lab.config_field import SettingRefused
 from amplab.trace.handed_step import ModelGroup
 
 

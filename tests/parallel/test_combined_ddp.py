@@ -1,6 +1,7 @@
 """``combine_ddp`` trains as DistributedDataParallel, to the bit; the ranks run all checks in one start."""
 
 import copy
+import io
 import re
 
 import pytest
@@ -409,6 +410,31 @@ def another_scale_on_one_rank(rank):
     return said
 
 
+def another_number_of_steps(rank):
+    """Rank 0 accumulates two backwards; rank 1 steps after each, so that its second one is of other weights."""
+    model = make_model()
+    del model[1]  # without buffers the ranks exchange nothing but gradients
+    session, optimizer, called = prepared(model, **COMBINED)
+    said = []
+    for step in range(2):
+        said.append(message_of(lambda step=step: backward(session, optimizer, called(batch_of(step, rank)).sum())))
+        if rank == 1:
+            optimizer.step()
+            optimizer.zero_grad()
+    return said
+
+
+def a_tool_steps_on_one_rank(rank):
+    model = make_model()
+    session, optimizer, called = prepared(model, **COMBINED)
+    if rank == 0:
+        with on_this_rank_alone():
+            backward(session, optimizer, called(batch_of(0, rank)).sum())
+            optimizer.step()
+        optimizer.zero_grad()
+    return message_of(lambda: backward(session, optimizer, called(batch_of(0, rank)).sum()))
+
+
 def a_sparse_gradient_on_one_rank(rank):
     """Rank 1 reaches the sparse embedding, rank 0 does not: both raise, and nothing waits."""
     model = nn.ModuleDict({"table": nn.Embedding(8, 4, sparse=True), "head": nn.Linear(4, 1)})
@@ -426,6 +452,20 @@ def alone_with_a_new_group(rank):
         with on_this_rank_alone():
             backward(session, optimizer, (called(batch_of(0, 0)) + more(batch_of(0, 0))).square().mean())
     return rank == 1 or all(param.grad is not None for param in (*model.parameters(), *more.parameters()))
+
+
+def copies_on_one_rank(rank):
+    """Train copies of a model on rank 0 alone, then the model on both ranks."""
+    model = make_model()
+    session, optimizer, called = prepared(model, **COMBINED)
+    saved = io.BytesIO()
+    torch.save(model, saved)
+    saved.seek(0)
+    copies = [copy.deepcopy(model), torch.load(saved, weights_only=False)] if rank == 0 else []
+    for each in copies:
+        each(batch_of(0, rank)).square().mean().backward()
+    backward(session, optimizer, called(batch_of(1, rank)).square().mean())
+    return same_on_all_ranks([param.grad for param in model.parameters()])
 
 
 CHECKS = {
@@ -458,6 +498,9 @@ CHECKS = {
             another_scale_on_one_rank,
             a_sparse_gradient_on_one_rank,
             alone_with_a_new_group,
+            copies_on_one_rank,
+            another_number_of_steps,
+            a_tool_steps_on_one_rank,
         )
     },
 }
@@ -580,6 +623,11 @@ def test_parameters_that_join_the_optimizer_later_are_averaged(found):
     assert found["alone_with_a_new_group"] == (True, True)
 
 
+def test_copies_of_a_model_belong_to_one_rank(found):
+    """An average of weights, for example, which rank 0 alone trains, saves or evaluates."""
+    assert found["copies_on_one_rank"] == (True, True)
+
+
 def test_parameters_that_join_on_one_rank_are_refused_on_every_rank(found):
     for said in found["a_group_that_joins_on_one_rank"]:
         assert said[0] == "nothing was raised"
@@ -604,6 +652,13 @@ def test_a_loss_scale_that_one_rank_loads_is_refused_until_all_have_it(found):
         assert re.match(begin, second)
         assert is_restored
         assert third == "nothing was raised"
+
+
+def test_ranks_of_which_one_is_a_step_ahead_are_refused(found):
+    for first, second in found["another_number_of_steps"]:
+        assert first == "nothing was raised"
+        assert re.match(r"RuntimeError: .* the number of steps is 0 on rank 0 and 1 on rank 1\.", second)
+    assert found["a_tool_steps_on_one_rank"] == ("nothing was raised",) * 2
 
 
 def test_a_gradient_that_one_rank_cannot_average_is_refused_on_every_rank(found):

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from amplab.lab import ExperimentConfig, History, Trainer
+from amplab.lab.history import row_of
 from amplab.scalers import PUBLISHED_RULES, DynamicScale
 from amplab.views.tabs.scale_payload import OWN, clean_steps, dynamics, own_rule, what_if_payload
 
@@ -40,6 +41,14 @@ def test_the_growth_counter_is_that_of_the_session() -> None:
     }
     trainer.run(4)
     assert trainer.loss_scale == 2.0**11
+
+
+@pytest.mark.parametrize("moved", [None, 3, 70_000, 139_999])
+def test_the_growth_counter_is_that_of_all_steps_of_a_long_run(record, moved: int | None) -> None:
+    history = History()
+    for step in range(140_000):
+        history.append_row(row_of(record(step, skipped=step == moved)))
+    assert clean_steps(history) == (140_000 if moved is None else 139_999 - moved)
 
 
 def test_a_static_scale_and_a_ceiling_say_so() -> None:

@@ -37,7 +37,7 @@ from amplab.amp.backward.optimizer_params import cast_state, follow_model, repla
 from amplab.amp.backward.records import ScaleRecord, StepOutcome
 from amplab.formats import LOW_PRECISION_DTYPES
 from amplab.parallel.combined_reducer import CombinedReducer
-from amplab.parallel.ranks import has_other_ranks
+from amplab.parallel.ranks import has_other_ranks, is_alone
 from amplab.parallel.shards import RankGroup, agree_on_found_inf, rank_groups
 from amplab.policies.casting.thread_scopes import is_running, resume_casts, suspend_casts
 from amplab.scalers import CombinedUnscaler, FlatGrads, MasterWeights, Unscaler, is_sharded, local_shard
@@ -110,6 +110,7 @@ class HookedOptimizer:
         self._kept_by_fsdp = False  # whether fully_shard keeps gradients scaled by _scaled_by, for a later backward
         self._overflow: _Overflow | None = None
         self._step: _Step | None = None
+        self._steps = 0  # with gradients, skipped ones too; not those of a tool that runs on this rank alone
         self._in_closure, self._in_backward = False, False
         self._take_over(optimizer, uncast)
         if reducer is not None:
@@ -285,7 +286,7 @@ class HookedOptimizer:
             settings: what must be equal on all ranks: values as text, by name.
         """
         if self._reducer is not None:
-            self._reducer.begin(settings, early=self._scaled_by is None)
+            self._reducer.begin(settings, steps=self._steps, early=self._scaled_by is None)
 
     def after_failed_backward(self) -> None:
         """Undo `before_backward`; gradients have been put back."""
@@ -439,6 +440,8 @@ class HookedOptimizer:
             return
         done = _STEPPED if self._step is None or self._step.had_gradients else _NO_GRADIENT
         self._end_step()
+        if done is _STEPPED and not is_alone():
+            self._steps += 1
         overflow, self._overflow = self._overflow, None
         if self.masters.pairs:
             self._finish_masters(write_back=overflow is None and done is _STEPPED)

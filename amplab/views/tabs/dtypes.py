@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from amplab.lab import FIELDS, ConfigChanged, Event, Failed, InputsReady, LevelTraced, TraceReady
-from amplab.lab.config import SettingRefused, listed
+from amplab.lab.config_field import SettingRefused, listed
 from amplab.lab.levels import LEVELS
 from amplab.policies import PrecisionPolicy
 from amplab.views.parts import Message

@@ -31,6 +31,8 @@ _CORNERS = 300  # of one line
 _SKIPS = 150  # marks on one line
 _SAMPLES = 40  # histograms from which the lost gradients are estimated
 _RATES = 80  # points of steps/s
+_MOST_TIMED = 256  # steps whose median time is one of these points
+_BLOCK = 2**16  # steps that are read together
 
 
 class ScaleSetting(Protocol):
@@ -91,14 +93,17 @@ def dynamics(history: History, config: ScaleSetting, scale: float) -> dict[str, 
 
 def clean_steps(history: History) -> int:
     """Return the number of steps since the scale last moved or a step was skipped."""
-    skipped, used, following = (history.column(name) for name in ("skipped", "loss_scale", "next_loss_scale"))
-    if not len(skipped):
-        return 0
-    moved = skipped | (following != used)
-    set_anew = np.flatnonzero(used[1:] != following[:-1]) + 1  # as by a changed config: counted from this step on
-    last = np.flatnonzero(moved)
-    since = max(int(last[-1]) + 1 if len(last) else 0, int(set_anew[-1]) if len(set_anew) else 0)
-    return len(skipped) - since
+    total = end = len(history)
+    for start in reversed(range(0, total, _BLOCK)):
+        first = max(start - 1, 0)
+        rows = slice(first, end)
+        skipped, used, following = (history.column(name, rows) for name in ("skipped", "loss_scale", "next_loss_scale"))
+        moved = np.flatnonzero(skipped | (following != used)) + 1
+        set_anew = np.flatnonzero(used[1:] != following[:-1]) + 1  # as by a changed config: counted from this step on
+        if len(moved) or len(set_anew):
+            return total - first - int(max(*moved[-1:], *set_anew[-1:], 0))
+        end = start
+    return total
 
 
 def _growth(history: History, config: ScaleSetting, scale: float) -> dict[str, Any]:
@@ -128,16 +133,19 @@ def _skips(history: History) -> str:
 
 
 def _rates(history: History) -> dict[str, list[float]]:
-    """Steps per second over the run; the median of each part, so that a pause does not show."""
-    seconds, steps = history.column("seconds"), history.column("step")
-    taken = np.diff(seconds)
-    if len(taken) < 2:
+    """Steps per second over the run: of each part the median in its middle, so that a pause does not show."""
+    taken = len(history) - 1  # times between two steps
+    if taken < 2:
         return {"steps": [], "values": []}
-    parts = [part for part in np.array_split(np.arange(len(taken)), min(_RATES, len(taken) // 2)) if len(part)]
-    medians = [float(np.median(taken[part])) for part in parts]
+    parts = min(_RATES, taken // 2)
+    lengths = taken // parts + (np.arange(parts) < taken % parts)
+    wide = min(taken // parts, _MOST_TIMED)
+    middles = np.cumsum(lengths) - lengths + lengths // 2
+    rows = (middles - wide // 2)[:, None] + np.arange(wide + 1)  # (parts, rows)
+    medians = np.median(np.diff(history.column("seconds", rows.ravel()).reshape(rows.shape)), axis=1)
     return {
-        "steps": [int(steps[part[len(part) // 2] + 1]) for part in parts],
-        "values": [round(1.0 / median, 2) if median > 0 else 0.0 for median in medians],
+        "steps": history.column("step", middles + 1).tolist(),
+        "values": [round(1.0 / median, 2) if median > 0 else 0.0 for median in medians.tolist()],
     }
 
 

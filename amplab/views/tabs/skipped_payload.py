@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from amplab.display.numbers import count
-from amplab.lab import History, SkipExplanation
+from amplab.lab import History, SkipExplanation, StepRecord
 
 __all__ = ["GONE", "LIMIT", "UNRECORDED", "UNWATCHED", "is_broken", "skipped_payload"]
 
@@ -64,7 +64,10 @@ def skipped_payload(
     total, explanations = history.skip_count, history.explanations
     groups = history.skip_groups()
     shown = [*reversed(groups[max(1, len(groups) - limit + 1) :].tolist()), *groups[:1].tolist()]
-    rows = [row for first, last in shown for row in _rows(history, first, last, explanations)]
+    told = sorted(explanations)
+    spans = [span for first, last in shown for span in _spans(first, last, told, explanations)]
+    ends = history.records_at([row for begin, end, _ in spans for row in (begin, end)])
+    rows = [_row(*each) for each in zip(ends[::2], ends[1::2], (why for _, _, why in spans), strict=True)]
     for row in rows:
         can_explain, can_walk = (_first_in(row, steps) for steps in (explainable, walkable))
         if row["kind"] == "open":
@@ -93,26 +96,28 @@ def _first_in(row: Mapping[str, Any], steps: Sequence[int]) -> int | None:
     return row["explained"] if row["explained"] in within else next(iter(within), None)
 
 
-def _rows(
-    history: History, first: int, last: int, explanations: Mapping[int, SkipExplanation]
-) -> Iterator[dict[str, Any]]:
-    """Yield one row for skips that follow one another; the newest first, and one more wherever the reason changes."""
-    found = [each for step, each in sorted(explanations.items()) if first <= step <= last]
+def _spans(
+    first: int, last: int, told: Sequence[int], explanations: Mapping[int, SkipExplanation]
+) -> Iterator[tuple[int, int, SkipExplanation | None]]:
+    """Yield first, last and reason of each row for skips that follow one another.
+
+    The newest comes first, and there is one more wherever the reason changes. `told` are the explained steps in order.
+    """
+    found = [explanations[step] for step in told[bisect_left(told, first) : bisect_right(told, last)]]
     starts = [next(alike) for _, alike in groupby(found, key=lambda each: each.kind)]
     begins = [first, *(each.step for each in starts[1:])]
     ends = [*(step - 1 for step in begins[1:]), last]
     whys: list[SkipExplanation | None] = [*starts] or [None]
-    for begin, end, why in reversed(list(zip(begins, ends, whys, strict=True))):
-        yield _row(history, begin, end, why)
+    yield from reversed(list(zip(begins, ends, whys, strict=True)))
 
 
-def _row(history: History, first: int, last: int, why: SkipExplanation | None) -> dict[str, Any]:
-    began, ended = history.record(first), history.record(last)
+def _row(began: StepRecord, ended: StepRecord, why: SkipExplanation | None) -> dict[str, Any]:
+    first, last = began.step, ended.step
     kind = "open" if why is None else why.kind
     return {
-        "step": began.step,
-        "last": ended.step,
-        "steps": f"{began.step:,}" if first == last else f"{began.step:,} – {ended.step:,}",
+        "step": first,
+        "last": last,
+        "steps": f"{first:,}" if first == last else f"{first:,} – {last:,}",
         "times": "" if first == last else f"{last - first + 1:,} in a row",
         "before": began.loss_scale,
         "after": ended.next_loss_scale,
