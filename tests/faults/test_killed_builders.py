@@ -9,17 +9,18 @@ import random
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
 import pytest
 
+from amplab.kernels.builder import KernelLibrary
 from amplab.kernels.builder.recipe import obstacle
 
 pytestmark = [
     pytest.mark.skipif(os.name != "posix" or obstacle() is not None, reason=f"SIGKILL; {obstacle()}"),
     pytest.mark.skipif(not Path("/proc/self/environ").exists(), reason="finds the builders in /proc"),
-    pytest.mark.long,
 ]
 BUILDS = """
 import torch
@@ -50,6 +51,26 @@ def builders(folder):
     return found
 
 
+def kill_one(folder):
+    """Kill the builder of this process as soon as it runs."""
+    until = time.monotonic() + 60
+    while not (found := builders(folder)) and time.monotonic() < until:
+        time.sleep(0.01)
+    for each in found:
+        os.kill(each, signal.SIGKILL)
+
+
+def test_a_killed_builder_is_said_to_be_killed(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setenv("AMPLAB_KERNELS", "require")
+    killer = threading.Thread(target=kill_one, args=(tmp_path,))
+    killer.start()
+    with pytest.raises(RuntimeError, match="the build was ended by SIGKILL"):
+        KernelLibrary().ensure(print)
+    killer.join()
+
+
+@pytest.mark.long
 @pytest.mark.parametrize("seed", range(10))
 def test_one_of_two_builders_is_killed(tmp_path, seed):
     chance = random.Random(seed)
