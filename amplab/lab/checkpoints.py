@@ -24,8 +24,9 @@ from dataclasses import dataclass
 from datetime import datetime
 from itertools import count
 from pathlib import Path
+from typing import BinaryIO
 
-from amplab.amp.run_state.file_format import RunStateError, remove_partials
+from amplab.amp.run_state.file_format import RunStateError, remove_partials, write_atomically
 from amplab.lab.config import ExperimentConfig
 from amplab.lab.experiment import Experiment, read_saved
 from amplab.lab.log_lock import hold, is_held
@@ -34,7 +35,15 @@ from amplab.lab.rank_logs import rank_log
 from amplab.lab.run_log import create_free, launch_of
 from amplab.parallel.ranks import Rank
 
-__all__ = ["EVERY_SECONDS", "KEPT", "Checkpoint", "Checkpoints", "checkpoint_of_launch", "last_checkpoint"]
+__all__ = [
+    "EVERY_SECONDS",
+    "KEPT",
+    "Checkpoint",
+    "Checkpoints",
+    "begin_again",
+    "checkpoint_of_launch",
+    "last_checkpoint",
+]
 
 KEPT = 5
 """Runs of a folder whose checkpoint is kept."""
@@ -91,9 +100,10 @@ class Checkpoint:
         """
         experiment, extra = Experiment.load(self.path, exchange=exchange)
         if exchange is not None:
-            return experiment, _begin_again(rank_log(self.path.parent, exchange.place.rank), self.step)
+            return experiment, begin_again(rank_log(self.path.parent, exchange.place.rank), self.step)
         with self.log.open("rb") as old, create_free(self.log, lambda free: free.open("xb")) as log:
-            log.write(old.read(extra["log_bytes"]))
+            kept = old.read(extra["log_bytes"])
+            log.write(kept if kept.endswith(b"\n") else kept + b"\n")  # for the lines that follow
         return experiment, Path(log.name)
 
 
@@ -168,17 +178,27 @@ def checkpoint_of_launch(folder: Path, place: Rank) -> Checkpoint | None:
     return None
 
 
-def _begin_again(log: Path, step: int) -> Path:
-    """Move the log of a rank aside, and write it again up to a step."""
+def begin_again(log: Path, step: int) -> Path:
+    """Keep the log of a rank in a folder attempt-N, and cut it to what was before a step.
+
+    A process that is killed meanwhile leaves a log that can be cut again.
+    """
     aside = next(each for number in count() if not (each := log.parent / f"attempt-{number}" / log.name).exists())
     aside.parent.mkdir(exist_ok=True)
-    log.rename(aside)
-    with aside.open("rb") as old, log.open("xb") as new:
-        new.write(next(old))
-        for line in old:
-            entry = json.loads(line) if line.endswith(b"\n") else None
-            if entry is not None and (entry["step"] if isinstance(entry, dict) else entry[0]) < step:
-                new.write(line)
+    try:
+        aside.hardlink_to(log)
+    except OSError:  # a drive without hard links
+        write_atomically(aside, lambda file: file.write(log.read_bytes()))
+
+    def write(file: BinaryIO) -> None:
+        with aside.open("rb") as old:
+            file.write(next(old))
+            for line in old:
+                entry = json.loads(line) if line.endswith(b"\n") else None
+                if entry is not None and (entry["step"] if isinstance(entry, dict) else entry[0]) < step:
+                    file.write(line)
+
+    write_atomically(log, write)
     return log
 
 

@@ -159,6 +159,11 @@ class History:
         with self._lock:
             return dict(self._explanations)
 
+    @property
+    def explained_count(self) -> int:
+        """The number of skipped steps that were explained."""
+        return len(self._explanations)
+
     def keep_memory(self, step: int, memory: MemoryUse) -> None:
         """Add the bytes that training holds from `step` on, unless they are those of before."""
         if not self._memory or self._memory[-1][1] != memory:

@@ -119,7 +119,7 @@ class RankWatch:
         skips, self._skips = self._skips, self._store.history.skip_count
         if self._skips > skips:
             self._after_skip = step + 1
-        explained = len(self._store.history.explanations)
+        explained = self._store.history.explained_count
         if step and explained == self._explained:
             return  # most steps
         self._explained = explained

@@ -573,10 +573,9 @@ def _numbered_entries(
 
     Among lines without damage, the steps are added to the history together, and not yielded.
     """
-    number, lines = 2, file.readlines(_BATCH)
+    number, lines = 2, _next_lines(file)
     while lines:
-        # A line without an end is the last, even if the process that writes it has added to the file since.
-        following = file.readlines(_BATCH) if lines[-1].endswith(b"\n") else []
+        following = _next_lines(file) if lines[-1].endswith(b"\n") else []
         numbered = [(each, line) for each, line in enumerate(lines, number) if line.strip()]  # an editor leaves blanks
         other = [(each, _read_line(line, columns)) for each, line in numbered if not line.startswith(b"[")]
         is_regular = columns == list(COLUMNS) and all(entry is not None for _, entry in other)
@@ -588,6 +587,13 @@ def _numbered_entries(
         last = None if following else number + len(lines) - 1
         yield from ((each, entry, each == last) for each, entry in other)
         number, lines = number + len(lines), following
+
+
+def _next_lines(file: BinaryIO) -> list[bytes]:
+    """Return some lines. One without an end is the last, even if the process that writes it adds to it meanwhile."""
+    lines = file.readlines(_BATCH)
+    ends = (place for place, line in enumerate(lines, 1) if not line.endswith(b"\n"))
+    return lines[: next(ends, len(lines))]
 
 
 def _read_header(path: Path, line: bytes) -> dict[str, Any]:

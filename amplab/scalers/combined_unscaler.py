@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from amplab.scalers.flat_gradients import FlatGradients, ViewBreak
-from amplab.scalers.unscaler import FlatGrads, Unscaler, inverse_scale, strided_grad
+from amplab.scalers.unscaler import FlatGrads, Unscaler, gathered_found_inf, inverse_scale, strided_grad
 
 __all__ = ["CombinedUnscaler"]
 
@@ -63,11 +63,7 @@ class CombinedUnscaler(Unscaler):
         if found is None:
             self._left_new = self._flat is not None and bool(params)
             return super().unscale_(params, scale, found_inf=found_inf)
-        if found_inf is None:
-            found_inf = torch.zeros(1, device=next(iter(found), None))
-        for here in found.values():
-            found_inf.copy_(torch.maximum(found_inf, here.to(found_inf.device, non_blocking=True)))
-        return found_inf
+        return gathered_found_inf(found, found_inf)
 
     def bring_in_(
         self,

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from amplab.kernels import Whereabouts
 from amplab.scalers.flat_buffer import Arrivals, FlatBuffer
-from amplab.scalers.unscaler import inverse_scale, tensors_of
+from amplab.scalers.unscaler import gathered_found_inf, inverse_scale, tensors_of
 
 __all__ = ["BrokenView", "FlatGradients", "ViewBreak", "check_combined_tensors"]
 
@@ -184,11 +184,7 @@ class FlatGradients:
             self.rebuild()
             found = self.bring_in_(inverse, _zero_on) or {}
         self.settle(again=False)
-        if found_inf is None:
-            found_inf = torch.zeros(1, device=next(iter(found), None))
-        for here in found.values():
-            found_inf.copy_(torch.maximum(found_inf, here.to(found_inf.device, non_blocking=True)))
-        return found_inf
+        return gathered_found_inf(found, found_inf)
 
     def bring_in_(
         self,

@@ -6,7 +6,7 @@ into flat buffers in ``combined_unscaler.py``.
 
 import operator
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
 import torch
@@ -14,9 +14,34 @@ from torch import Tensor, nn
 
 from amplab.kernels import ParameterList, is_refusal, refusal_naming, unscale_
 
-__all__ = ["FlatGrads", "Unscaler", "inverse_scale", "is_sharded", "local_shard", "strided_grad", "tensors_of"]
+__all__ = [
+    "FlatGrads",
+    "Unscaler",
+    "gathered_found_inf",
+    "inverse_scale",
+    "is_sharded",
+    "local_shard",
+    "strided_grad",
+    "tensors_of",
+]
 
 _PLAIN = (Tensor, nn.Parameter)
+
+
+def gathered_found_inf(found: Mapping[torch.device, Tensor], found_inf: Tensor | None) -> Tensor:
+    """Return found_inf of all devices on one device.
+
+    Args:
+        found: ``(1,)`` float32 of each device.
+        found_inf: ``(1,)`` float32 of an earlier call, to be updated; None for a new one on the first device.
+
+    Sync: none.
+    """
+    if found_inf is None:
+        found_inf = torch.zeros(1, device=next(iter(found), None))
+    for here in found.values():
+        found_inf.copy_(torch.maximum(found_inf, here.to(found_inf.device, non_blocking=True)))
+    return found_inf
 
 
 def inverse_scale(scale: float | Tensor, device: torch.device) -> Tensor:

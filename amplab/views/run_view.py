@@ -178,7 +178,7 @@ class RunView(ipywidgets.VBox):  # type: ignore[misc]  # ipywidgets has no types
             return
         self._live.draw(self.run.history, self._figures())
         history = self.run.history
-        if self._pace.is_due((len(history), len(history.explanations))):
+        if self._pace.is_due((len(history), history.explained_count)):
             self._draw_tabs()
         self._scale.tick()
 

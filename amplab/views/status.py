@@ -97,7 +97,7 @@ class Status:
     def tick(self) -> None:
         """Write the line if the run has changed."""
         trainer, history = self._trainer, self._trainer.history
-        present = (len(history), len(history.explanations), trainer.state, trainer.config, trainer.nonfinite_buffers)
+        present = (len(history), history.explained_count, trainer.state, trainer.config, trainer.nonfinite_buffers)
         comparison = trainer.comparison
         if not self._pace.is_due((*present, comparison and comparison.name)):
             return

@@ -56,7 +56,7 @@ class FindingsTab(Tab):
     def tick(self) -> None:
         """Draw the cards if the run has gone on."""
         trainer, history = self.trainer, self.trainer.history
-        present = (len(history), len(history.explanations), trainer.config, self._refusal)
+        present = (len(history), history.explained_count, trainer.config, self._refusal)
         if not (self._open if self.is_shown else self._closed).is_due(present):
             return
         found = trainer.findings()

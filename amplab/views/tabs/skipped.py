@@ -38,6 +38,6 @@ class SkippedTab(Tab):
         """Draw the rows if there are other ones."""
         history = self.trainer.history
         explainable, walkable = self.trainer.explainable, self.trainer.walkable
-        present = (history.skip_count, len(history.explanations), is_broken(history), explainable[:1], explainable[-1:])
+        present = (history.skip_count, history.explained_count, is_broken(history), explainable[:1], explainable[-1:])
         if self._pace.is_due(present):
             self.show(skipped_payload(history, explainable=explainable, walkable=walkable))
