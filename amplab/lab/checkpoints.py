@@ -102,7 +102,8 @@ class Checkpoint:
         if exchange is not None:
             return experiment, begin_again(rank_log(self.path.parent, exchange.place.rank), self.step)
         with self.log.open("rb") as old, create_free(self.log, lambda free: free.open("xb")) as log:
-            log.write(old.read(extra["log_bytes"]))
+            kept = old.read(extra["log_bytes"])
+            log.write(kept if kept.endswith(b"\n") else kept + b"\n")  # for the lines that follow
         return experiment, Path(log.name)
 
 

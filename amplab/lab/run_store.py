@@ -77,14 +77,19 @@ class RunStore:
         self._path: Path | None = None
 
     @classmethod
-    def of_log(cls, path: Path, on_failure: Callable[[str], None]) -> RunStore:
-        """Return the store of a run that was read back from its log, which later steps are added to.
+    def of_log(cls, path: Path, on_failure: Callable[[str], None], *, steps: int) -> RunStore:
+        """Return the store of a run of the lab that was read back from its log, which later steps are added to.
 
         Raises:
             OSError: The log cannot be read.
-            ValueError: It is damaged.
+            ValueError: It is damaged, or does not hold `steps` steps: no later step could follow.
         """
         run = load_run(path)
+        if run.truncated or len(run.history) != steps or not isinstance(run.config, ExperimentConfig):
+            raise ValueError(
+                f"{path}: {len(run.history)} steps of a log of {run.config}; expected the log of the checkpoint, with "
+                f"{steps} steps. It was altered, or lost its end: start a new run, or use an intact copy of the log."
+            )
         store = cls(run.config, log=path, on_failure=on_failure)
         store.history, store._path = run.history, path
         last = run.history.last

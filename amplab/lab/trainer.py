@@ -731,8 +731,7 @@ class Trainer:
     def _restore(self, saved: Checkpoint) -> None:
         """Continue a saved run in place of the present one."""
         try:
-            experiment, log = saved.restore(self._exchange)
-            store = RunStore.of_log(log, self._report)
+            experiment, store = self._restored(saved)
         except (OSError, RuntimeError, ValueError) as error:
             self._publisher.publish(Failed(f"The {saved.name} cannot continue: {error}"))
             return
@@ -745,6 +744,16 @@ class Trainer:
         with self._lock:
             self._wanted = self.config
             self._enter("paused", again=True)
+
+    def _restored(self, saved: Checkpoint) -> tuple[Experiment, RunStore]:
+        """Return the experiment and the store of a saved run; a new log that later steps cannot follow is removed."""
+        experiment, log = saved.restore(self._exchange)
+        try:
+            return experiment, RunStore.of_log(log, self._report, steps=saved.step)
+        except (OSError, ValueError) as error:
+            if self._exchange is None:
+                log.unlink(missing_ok=True)
+            raise ValueError(str(error).replace(str(log), str(saved.log))) from error
 
     def _save_if(self, is_due: Callable[[Checkpoints], bool]) -> None:
         """Write a checkpoint beside the log."""

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import os
 import re
+import signal
 import subprocess
 import sys
 import tempfile
@@ -332,6 +333,10 @@ class _Builder:
             return _did_not_run(error)
         if status == 0:
             return None
+        if status < 0:
+            name = next((each.name for each in signal.Signals if each == -status), f"signal {-status}")
+            sender = " (the system sends it when memory runs out)" if name == "SIGKILL" else ""
+            return Obstacle(f"the build was ended by {name}{sender}", "start the process again")
         self._log.seek(0)
         return _explain(self._recipe, self._log.read())
 
