@@ -1,7 +1,7 @@
 """A lock on a run log: while a process holds it the process lives, and the system drops it however the process ends.
 
 A process that writes a log has a shared lock. To see whether there is one, a reader takes an exclusive lock for some
-microseconds; who meets it tries again.
+microseconds, or longer if the system takes the processor from it. So what meets an exclusive lock waits for its end.
 """
 
 from __future__ import annotations
@@ -19,16 +19,20 @@ __all__ = ["hold", "is_held"]
 
 _TRIES = 5
 _PAUSE_SECONDS = 0.0002  # before the second try, and twice as much before each further one
+_LONGEST_SECONDS = 1.0  # for the end of an exclusive lock
 
 
 def hold(descriptor: int) -> bool:
     """Lock an open log until its descriptor is closed; return False where that is impossible, as on some drives."""
     if fcntl is None:
         return False
+    end = time.monotonic() + _LONGEST_SECONDS
     try:
-        return _locks(descriptor, fcntl.LOCK_SH)
+        while not (locks := _locks(descriptor, fcntl.LOCK_SH)) and time.monotonic() < end:
+            time.sleep(_PAUSE_SECONDS)
     except OSError:
         return False
+    return locks
 
 
 def is_held(log: Path) -> bool:
@@ -37,21 +41,30 @@ def is_held(log: Path) -> bool:
         return False
     descriptor = os.open(log, os.O_RDONLY)
     try:
-        return not _locks(descriptor, fcntl.LOCK_EX)
+        return _is_held(descriptor)
     except OSError:
         return False
     finally:
         os.close(descriptor)
 
 
+def _is_held(descriptor: int) -> bool:
+    end = time.monotonic() + _LONGEST_SECONDS
+    shared = 0  # how often only a shared lock was possible: the lock of a writer, or of another reader at this place
+    while shared < _TRIES and time.monotonic() < end:
+        if _locks(descriptor, fcntl.LOCK_EX):
+            return False
+        if _locks(descriptor, fcntl.LOCK_SH):
+            shared += 1
+            fcntl.flock(descriptor, fcntl.LOCK_UN)
+        time.sleep(_PAUSE_SECONDS * 2**shared)
+    return True
+
+
 def _locks(descriptor: int, kind: int) -> bool:
-    """Lock a file; return False if others hold it all the time. Raises OSError: the drive has no locks."""
-    for tried in range(_TRIES):
-        if tried:
-            time.sleep(_PAUSE_SECONDS * 2 ** (tried - 1))
-        try:
-            fcntl.flock(descriptor, kind | fcntl.LOCK_NB)
-            return True
-        except BlockingIOError:
-            pass
-    return False
+    """Lock a file; return False if others hold it. Raises OSError: the drive has no locks."""
+    try:
+        fcntl.flock(descriptor, kind | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True

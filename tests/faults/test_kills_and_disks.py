@@ -315,8 +315,7 @@ def test_processes_that_ask_whether_a_log_is_held_do_not_disturb_each_other_nor_
     path.touch()
 
     def share(is_wrong, seconds=0.5):
-        """Of calls in a row; a process that loses its core with the lock in its hand, on a busy machine, is waited for
-        by the others some milliseconds only."""
+        """Of calls in a row; on a busy machine a reader that loses its core may keep a shared lock for some time."""
         until, wrong, calls = time.monotonic() + seconds, 0, 0
         while time.monotonic() < until:
             wrong, calls = wrong + is_wrong(), calls + 1
