@@ -75,7 +75,6 @@ class RunStore:
         self._log: RunLog | None = None
         self._appending: tuple[StepRow, int] | None = None  # with its row in the history
         self._path: Path | None = None
-        self._is_cut = False  # whether the log ends before the run
 
     @classmethod
     def of_log(cls, path: Path, on_failure: Callable[[str], None], *, steps: int) -> RunStore:
@@ -99,13 +98,13 @@ class RunStore:
 
     @property
     def log_path(self) -> Path | None:
-        """The file of the log, None before the first step and without a log."""
+        """The file of the log; None before the first step, and without a log that has every step."""
         return self._path
 
     @property
     def is_on_disk(self) -> bool:
         """Whether the log holds every step; False without a log, and while its disk is full."""
-        return self._path is not None and not self._is_cut and (self._log is None or self._log.waiting == 0)
+        return self._path is not None and (self._log is None or self._log.waiting == 0)
 
     @property
     def rank(self) -> int | None:
@@ -221,7 +220,7 @@ class RunStore:
 
     def reopen(self) -> None:
         """Write later steps to the same log again after `close`; without effect if steps are missing in it."""
-        self._wanted = None if self._is_cut else self._path
+        self._wanted = self._path
 
     def _write(self, wanted: Path, write: Callable[..., object], *values: object) -> None:
         try:
@@ -260,7 +259,7 @@ class RunStore:
 
     def _give_up(self, error: OSError) -> None:
         where = self._path or self._wanted
-        log, self._log, self._wanted, self._is_cut = self._log, None, None, True
+        log, self._log, self._wanted, self._path = self._log, None, None, None  # what follows would leave a gap
         if log is not None:
             with suppress(OSError):  # what could not be written before cannot be written now
                 log.close()

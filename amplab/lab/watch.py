@@ -102,7 +102,7 @@ class Watch:
         names = type(inner).__name__, type(optimizers[0]).__name__
         self.config = WatchedRun(*names, self._probe.kind, self._probe.opt_level)
         advice = "For a log, pass the next watch log= with a writable folder."
-        self._store = RunStore(self.config, log=log, on_failure=self._fail, advice=advice)
+        self._store = RunStore(self.config, log=log, on_failure=self._fail_log, advice=advice)
         self._every = every
         self._measure = GradientMeasure(optimizers, self._names_of_stepped)
         self._rerun = StepRerun(model, loss, step, self._probe.amp)
@@ -224,12 +224,12 @@ class Watch:
 
     @property
     def log_path(self) -> PathLike[str] | None:
-        """The file of the run log; None without a log and before the first step."""
+        """The file of the run log; None before the first step, and without a log that has every step."""
         return self._store.log_path
 
     @property
     def failures(self) -> tuple[str, ...]:
-        """What failed in the watch itself, one sentence each; the first one is also a warning."""
+        """What failed in the watch itself, one sentence each; the first one, and failures of the log, are warnings."""
         return tuple(self._failures)
 
     @property
@@ -508,7 +508,15 @@ class Watch:
     def _fail(self, text: str) -> None:
         self._failures.append(text)
         if len(self._failures) == 1:
-            warnings.warn(f"amplab.watch: {text}", RuntimeWarning, stacklevel=2)
+            self._warn(text)
+
+    def _fail_log(self, text: str) -> None:
+        """A log fails at most twice, when its lines wait and when they are lost; each time is a warning."""
+        self._failures.append(text)
+        self._warn(text)
+
+    def _warn(self, text: str) -> None:
+        warnings.warn(f"amplab.watch: {text}", RuntimeWarning, stacklevel=3)
 
 
 class _Outcome:
