@@ -259,7 +259,7 @@ class CombinedReducer:
         Sync: waits for every rank.
         """
         self._wanted = [list(each) for each in params]
-        self._compare()
+        self._compare(params=True)
         self._plan()
 
     def follow(self, *params: Iterable[Tensor]) -> None:
@@ -312,7 +312,7 @@ class CombinedReducer:
         """
         notes = self._exchange(self._buckets)
         if notes.ask_for_comparison:
-            self._compare()
+            self._compare(params=notes.of_params)
         if notes.of_params:
             self._notes = _Notes()
             self._exchange_added()
@@ -409,9 +409,9 @@ class CombinedReducer:
 
     # -- what the ranks agree on -------------------------------------------------------------------------
 
-    def _compare(self) -> None:
-        """Compare parameters and settings with the other ranks; raise on every rank if they differ."""
-        listed = [param for params in self._wanted for param in params if param.requires_grad]
+    def _compare(self, *, params: bool) -> None:
+        """Compare settings with the other ranks, and parameters for new buckets; raise on every rank if they differ."""
+        listed = [param for each in self._wanted for param in each if params and param.requires_grad]
         problems = self._misfits + [
             f"{self._name(param)} is {param.dtype}: combine_ddp=True averages the gradients of real parameters; use "
             "DistributedDataParallel instead."
@@ -442,7 +442,7 @@ class CombinedReducer:
         for param, grad in zip(added, grads, strict=True):
             param.grad = grad
         if self._exchange(self._cut(flat.flat_buffers)).ask_for_comparison:
-            self._compare()
+            self._compare(params=False)
 
     # -- the order of the buckets ------------------------------------------------------------------------
 

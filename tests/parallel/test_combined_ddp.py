@@ -410,6 +410,18 @@ def another_scale_on_one_rank(rank):
     return said
 
 
+def frozen_on_one_rank_under_a_moving_scale(rank):
+    """Rank 0 freezes a layer alone: its gradients count as zero, whether or not ranks compare a new scale."""
+    model = make_model()
+    session, optimizer, called = prepared(model, **COMBINED, loss_scale="dynamic", scale_window=1)
+    for step in range(3):
+        model[0].requires_grad_(step == 0 or rank == 1)
+        optimizer.zero_grad()
+        backward(session, optimizer, called(batch_of(step, rank)).square().mean())
+        optimizer.step()
+    return same_on_all_ranks(model.parameters())
+
+
 def another_number_of_steps(rank):
     """Rank 0 accumulates two backwards; rank 1 steps after each, so that its second one is of other weights."""
     model = make_model()
@@ -501,6 +513,7 @@ CHECKS = {
             copies_on_one_rank,
             another_number_of_steps,
             a_tool_steps_on_one_rank,
+            frozen_on_one_rank_under_a_moving_scale,
         )
     },
 }
@@ -562,6 +575,7 @@ def test_a_parameter_that_not_every_rank_reaches(found):
         "two_optimizers_in_one_block",
         "reentrant_checkpoints",
         "a_parameter_that_joins_later",
+        "frozen_on_one_rank_under_a_moving_scale",
     ],
 )
 def test_averages_are_those_of_all_ranks(found, check):
