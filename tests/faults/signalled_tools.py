@@ -50,7 +50,7 @@ def main(name: str, seconds: float, seed: int) -> None:
         where = interrupt_of(getattr(subject, name), chance.uniform(1e-6, longest))
         interrupts += where is not None
         changed = subject.changed()
-    print(interrupts, *changed, sep="\n")  # noqa: T201  read by the test
+    print(interrupts, *changed, sep="\n")  # noqa: T201  the outcome
     if changed:
         print(where)  # noqa: T201
 

@@ -2,8 +2,11 @@
 
 import contextlib
 import gc
+import os
+import subprocess
 import sys
 import warnings
+from pathlib import Path
 
 import pytest
 import torch
@@ -313,3 +316,16 @@ def test_a_key_of_dispatch_modes_that_an_error_has_left_is_removed(key):
     with pytest.raises(KeyboardInterrupt):
         leaves_a_key()
     assert state_of_torch() == before
+
+
+@pytest.mark.long
+@pytest.mark.skipif(os.name != "posix", reason="sends SIGALRM")
+@pytest.mark.parametrize("tool", ["first_nonfinite", "xray", "doctor"])
+def test_a_tool_leaves_nothing_on_after_signals_at_random_times(tool):
+    script = Path(__file__).with_name("signalled_tools.py")
+    command = [sys.executable, str(script), tool, "60", "1"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False)
+    assert done.returncode == 0, done.stderr
+    interrupts, _, changed = done.stdout.partition("\n")
+    assert int(interrupts) > 50
+    assert changed == ""
