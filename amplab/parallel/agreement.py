@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-__all__ = ["explained_absence", "first_rank", "refuse_disagreement"]
+__all__ = ["explained_absence", "first_rank", "is_common", "refuse_disagreement"]
 
 
 class _Entry(NamedTuple):
@@ -49,6 +49,16 @@ def explained_absence(purpose: str) -> Iterator[None]:
             "alone evaluates, and see the output of the other ranks. torch.distributed says: "
             f"{error}"
         ) from error
+
+
+def is_common(text: str, group: dist.ProcessGroup | None, device: torch.device | None) -> bool:
+    """Return whether all ranks gave the same text, by its checksum. Sync: waits for every rank; one."""
+    own = crc32(text.encode())
+    highest = torch.tensor([own, -own], device=device)
+    with explained_absence("compare what they average"):
+        dist.all_reduce(highest, dist.ReduceOp.MAX, group)
+    high, minus_low = highest.tolist()
+    return bool(high == -minus_low)
 
 
 def refuse_disagreement(
@@ -115,6 +125,8 @@ def _refuse_settings(everyone: Sequence[Mapping[str, str]]) -> None:
     """Raise if a setting differs between ranks."""
     names = dict.fromkeys(name for settings in everyone for name in settings)
     differ = [name for name in names if len({settings.get(name) for settings in everyone}) > 1]
+    # A setting that a rank lacks comes of another one, such as the number of optimizers.
+    differ = [name for name in differ if all(name in settings for settings in everyone)] or differ
     if not differ:
         return
     told = "; ".join(f"{name} is {_by_rank([each.get(name, 'absent') for each in everyone])}" for name in differ[:3])

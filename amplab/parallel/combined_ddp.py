@@ -83,7 +83,7 @@ class CombinedDDP:
             self._replica_count,
             group=self._group,
             name=self._names.get,
-            is_alone=lambda: sum(each.is_awaiting for each in self._reducers) == 1,
+            awaiting=lambda: [each for each in self._reducers if each.is_awaiting],
         )
         self._reducers.add(reducer)
         return reducer
