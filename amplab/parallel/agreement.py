@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-__all__ = ["explained_absence", "first_rank", "is_common", "refuse_disagreement"]
+__all__ = ["explained_absence", "first_rank", "refuse_disagreement", "refuse_other_call"]
 
 
 class _Entry(NamedTuple):
@@ -51,14 +51,26 @@ def explained_absence(purpose: str) -> Iterator[None]:
         ) from error
 
 
-def is_common(text: str, group: dist.ProcessGroup | None, device: torch.device | None) -> bool:
-    """Return whether all ranks gave the same text, by its checksum. Sync: waits for every rank; one."""
-    own = crc32(text.encode())
+def refuse_other_call(call: str, group: dist.ProcessGroup | None, device: torch.device | None) -> None:
+    """Raise on every rank if another rank makes another call, before tensors of different size are sent.
+
+    Args:
+        call: what this rank does, as "scale_loss for optimizer 0". Its checksum is sent, in a message of 16 bytes.
+        group: the ranks; None for all.
+        device: of the message.
+
+    Raises:
+        RuntimeError: they do; the message has the call of every rank.
+
+    Sync: waits for every rank; one.
+    """
+    own = crc32(call.encode())
     highest = torch.tensor([own, -own], device=device)
-    with explained_absence("compare what they average"):
+    with explained_absence("compare the calls"):
         dist.all_reduce(highest, dist.ReduceOp.MAX, group)
     high, minus_low = highest.tolist()
-    return bool(high == -minus_low)
+    if high != -minus_low:
+        refuse_disagreement("calls", [], group, settings={"this call": call})
 
 
 def refuse_disagreement(

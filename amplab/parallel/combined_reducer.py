@@ -36,7 +36,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from amplab.kernels import GradientPlaces, Whereabouts, unscale_copy
-from amplab.parallel.agreement import explained_absence, first_rank, is_common, refuse_disagreement
+from amplab.parallel.agreement import explained_absence, first_rank, refuse_disagreement, refuse_other_call
 from amplab.parallel.ranks import is_alone
 from amplab.scalers import FlatGradients
 from amplab.scalers.flat_buffer import FlatBuffer
@@ -501,9 +501,8 @@ class CombinedReducer:
         if _reducer_counts.get(self._group or dist.group.WORLD, 0) < 2:
             return
         others = sorted((each for each in self._awaiting() if each is not self), key=lambda each: each._number)
-        turn = "for " + " with ".join(each._title() for each in (self, *others))
-        if not is_common(turn, self._group, self._device()):
-            refuse_disagreement("gradients", [], self._group, settings={"this block of scale_loss": turn})
+        titles = " with ".join(each._title() for each in (self, *others))
+        refuse_other_call(f"scale_loss for {titles}", self._group, self._device())
 
     def _title(self) -> str:
         """Name the optimizer by its place among those of all calls of `initialize`, from 0."""

@@ -79,18 +79,19 @@ def a_backward_that_raises_on_rank_1(rank, *, in_step):
     return found, [param.sum().item() for param in model.parameters()]
 
 
-def optimizers_in_another_order(rank, *, width):
-    """Rank 1 swaps two blocks once; their gradients have the same size, or not."""
+def optimizers_in_another_order(rank, *, width, buffers=False):
+    """Rank 1 swaps two forwards and blocks once; their gradients, or buffers, have the same size, or not."""
     torch.manual_seed(0)
     models = [nn.Linear(8, 8), nn.Linear(8, width)]
+    if buffers:
+        models = [nn.Sequential(model, nn.BatchNorm1d(model.out_features)) for model in models]
     optimizers = [sgd(model.parameters()) for model in models]
     session = initialized(models, optimizers)
     found = []
     for step in range(3):
         for which in (1, 0) if (step, rank) == (1, 1) else (0, 1):
             optimizers[which].zero_grad()
-            loss = models[which](torch.ones(2, 8)).sum()
-            found.append(said(averaged, session, optimizers[which], loss))
+            found.append(said(lambda i=which: averaged(session, optimizers[i], models[i](torch.ones(2, 8)).sum())))
     return found
 
 
@@ -126,6 +127,7 @@ def two_ranks(rank):
         "raises later": a_backward_that_raises_on_rank_1(rank, in_step=2),
         "same size": optimizers_in_another_order(rank, width=8),
         "other size": optimizers_in_another_order(rank, width=16),
+        "buffers": optimizers_in_another_order(rank, width=16, buffers=True),
         "one of two": one_optimizer_of_two(rank),
         "ahead": [steps_ahead(rank, level, dtype, by) for level, dtype in WIRES for by in (1, 2, 96)],
     }
@@ -155,10 +157,17 @@ def test_a_backward_that_raises_on_one_rank_is_an_error_on_every_rank(found, whe
 
 @pytest.mark.parametrize("sizes", ["same size", "other size"])
 def test_optimizers_in_another_order_are_refused_on_every_rank(found, sizes):
-    one, other = (rf"for optimizer \d \(2 parameters, first models\[{index}\]\.weight\)" for index in (0, 1))
+    one, other = (rf"scale_loss for optimizer \d \(2 parameters, first models\[{index}\]\.weight\)" for index in (0, 1))
     for said_in in found[sizes]:
-        assert re.search(rf"this block of scale_loss is {one} on rank 0 and {other} on rank 1\.", said_in[2])
-        assert re.search(rf"this block of scale_loss is {other} on rank 0 and {one} on rank 1\.", said_in[3])
+        assert re.search(rf"this call is {one} on rank 0 and {other} on rank 1\.", said_in[2])
+        assert re.search(rf"this call is {other} on rank 0 and {one} on rank 1\.", said_in[3])
+        assert [said_in[place] for place in (0, 1, 4, 5)] == [""] * 4
+
+
+def test_models_with_buffers_in_another_order_are_refused_on_every_rank(found):
+    for said_in in found["buffers"]:
+        assert "this call is a forward of models[0] on rank 0 and a forward of models[1] on rank 1." in said_in[2]
+        assert "this call is a forward of models[1] on rank 0 and a forward of models[0] on rank 1." in said_in[3]
         assert [said_in[place] for place in (0, 1, 4, 5)] == [""] * 4
 
 
