@@ -74,11 +74,7 @@ class Undo:
 
     def __exit__(self, _kind: object, error: BaseException | None, _traceback: object) -> None:
         """Undo everything; does nothing if that is done already."""
-        try:
-            self._end(error)
-        except BaseException as interrupt:  # finish anyway
-            self._end(interrupt)
-            raise
+        _finish(self._end, error)
 
     def _end(self, error: BaseException | None) -> None:
         if error is not None and not isinstance(error, GeneratorExit):  # which comes at any time
@@ -99,6 +95,28 @@ class Undo:
             _THREAD.undos.remove(self)
         if failure is not None:
             raise failure
+
+
+def _finish(end: Callable[[BaseException | None], object], error: BaseException | None) -> None:
+    """Call `end` with `error`, and again with what stops it, until nothing does; then raise what came last.
+
+    More interrupts come where Ctrl-C is pressed again while large tensors are restored.
+    """
+    first = error
+    for _ in range(_MOST_INTERRUPTS):
+        try:
+            end(error)
+            break
+        except BaseException as another:  # noqa: BLE001  raised below
+            error = another
+    if error is not first and error is not None:
+        try:
+            raise error
+        finally:
+            del error, first  # else the traceback refers to itself, and its frames stay
+
+
+_MOST_INTERRUPTS = 100
 
 
 class _Thread(threading.local):
@@ -141,11 +159,7 @@ def leaves_as_found(tool: Callable[P, R]) -> Callable[P, R]:
         try:
             return tool(*args, **kwargs)
         except BaseException as error:
-            try:
-                found.restore(error)
-            except BaseException:  # another interrupt; finish anyway
-                found.restore(error)
-                raise
+            _finish(found.restore, error)
             raise
 
     return undone
@@ -189,7 +203,7 @@ class _Found:
         self._nesting = int(torch_nesting())
         self._settings = [read() for read, _ in _SETTINGS]
 
-    def restore(self, error: BaseException) -> None:
+    def restore(self, error: BaseException | None) -> None:
         """Restore it after `error`; a second call finishes what an interrupt has left."""
         _end_blocks_of(error, self._handled)
         self._restore_torch()

@@ -254,6 +254,26 @@ def test_a_change_is_undone_whenever_the_interrupt_comes():
         assert on == [], interrupt
 
 
+def test_a_change_is_undone_however_often_the_interrupt_comes_again():
+    """Before, buffers stayed changed after a third interrupt while they were restored."""
+    on, interrupts = [True], [KeyboardInterrupt() for _ in range(8)]
+
+    def turn_off():
+        if interrupts:
+            raise interrupts.pop()
+        on.clear()
+
+    @leaves_as_found
+    def changing():
+        with Undo() as undo:
+            undo.add(turn_off)
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        changing()
+    assert on == []
+
+
 def test_a_storage_that_is_counted_when_the_interrupt_comes_prints_nothing(monkeypatch):
     """Before, `AttributeError: _change` was printed: what counts a storage was deleted before it had its attributes."""
     printed = []
