@@ -22,17 +22,17 @@ def initialized(model, optimizers, level="O0"):
     return session
 
 
-def said(function, *args):
+def said(function, *args, **arguments):
     """Return what a call raises, "" for nothing."""
     try:
-        function(*args)
+        function(*args, **arguments)
     except (RuntimeError, ValueError) as error:
         return f"{type(error).__name__}: {error}"
     return ""
 
 
-def averaged(session, optimizers, loss):
-    with session.scale_loss(loss, optimizers) as scaled_loss:
+def averaged(session, optimizers, loss, **arguments):
+    with session.scale_loss(loss, optimizers, **arguments) as scaled_loss:
         scaled_loss.backward()
 
 
@@ -76,6 +76,21 @@ def a_backward_that_raises_on_rank_1(rank, *, in_step):
         if not found[-1]:
             optimizer.step()
     assert model.first.weight.isfinite().all()
+    return found, [param.sum().item() for param in model.parameters()]
+
+
+def a_backward_without_averages_that_raises_on_rank_1(rank):
+    """Each step sums the gradients of two backwards. On rank 1 the first one of the first step raises."""
+    model = Wide()
+    optimizer = sgd(model.parameters())
+    session = initialized(model, optimizer)
+    found = []
+    for step in range(4):
+        for delayed in (True, False):
+            loss = model(torch.ones(2, 8), (rank, step, delayed) == (1, 0, True)).square().mean()
+            found.append(said(averaged, session, optimizer, loss, delay_unscale=delayed))
+        optimizer.step()
+        optimizer.zero_grad()
     return found, [param.sum().item() for param in model.parameters()]
 
 
@@ -125,6 +140,7 @@ def two_ranks(rank):
     return {
         "raises at first": a_backward_that_raises_on_rank_1(rank, in_step=0),
         "raises later": a_backward_that_raises_on_rank_1(rank, in_step=2),
+        "raises alone": a_backward_without_averages_that_raises_on_rank_1(rank),
         "same size": optimizers_in_another_order(rank, width=8),
         "other size": optimizers_in_another_order(rank, width=16),
         "buffers": optimizers_in_another_order(rank, width=16, buffers=True),
@@ -152,6 +168,14 @@ def test_a_backward_that_raises_on_one_rank_is_an_error_on_every_rank(found, whe
         r"RuntimeError: A block of scale_loss raised ValueError: no such kernel\. .*on rank 1\.", first[in_step]
     )
     assert [text for step, text in enumerate(first + second) if step % 4 != in_step] == [""] * 6
+    assert weights == other_weights
+
+
+def test_a_rank_whose_backward_without_averages_raises_averages_what_it_has(found):
+    """It then sends in the backward, the other rank after it: they must not wait for each other's order of buckets."""
+    (first, weights), (second, other_weights) = found["raises alone"]
+    assert first == [""] * 8
+    assert second == ["ValueError: no such kernel"] + [""] * 7
     assert weights == other_weights
 
 
