@@ -12,12 +12,13 @@ from __future__ import annotations
 
 import dataclasses
 import enum
-import functools
 from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
 from torch.overrides import resolve_name
+
+from amplab.policies.kept_property import kept_property
 
 __all__ = ["CastPolicy", "OpRule", "OpTable", "absent", "resolve", "spelling_of", "unmarked"]
 
@@ -117,7 +118,7 @@ class OpTable:
         """Return the rows with the cast policy `cast`, in table order."""
         return tuple(row for row in self.rows if row.cast is cast)
 
-    @functools.cached_property
+    @kept_property
     def by_function(self) -> dict[Callable[..., Any], OpRule]:
         """Function object -> row, for the spellings that the installed torch has.
 
