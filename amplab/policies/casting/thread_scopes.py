@@ -365,8 +365,7 @@ class CastingThread:
         """
         modes = function_modes()
         for mode in self.installed:
-            times = modes.count(mode) if isinstance(mode, CastingMode) else 1
-            if times != 1 and not mode.is_handling():
+            if isinstance(mode, CastingMode) and modes.count(mode) != 1 and not mode.is_handling():
                 remove(mode)
                 insert_above_device(mode)
 
