@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-__all__ = ["explained_absence", "first_rank", "refuse_disagreement"]
+__all__ = ["explained_absence", "first_rank", "refuse_disagreement", "refuse_other_call"]
 
 
 class _Entry(NamedTuple):
@@ -49,6 +49,28 @@ def explained_absence(purpose: str) -> Iterator[None]:
             "alone evaluates, and see the output of the other ranks. torch.distributed says: "
             f"{error}"
         ) from error
+
+
+def refuse_other_call(call: str, group: dist.ProcessGroup | None, device: torch.device | None) -> None:
+    """Raise on every rank if another rank makes another call, before tensors of different size are sent.
+
+    Args:
+        call: what this rank does, as "scale_loss for optimizer 0". Its checksum is sent, in a message of 16 bytes.
+        group: the ranks; None for all.
+        device: of the message.
+
+    Raises:
+        RuntimeError: they do; the message has the call of every rank.
+
+    Sync: waits for every rank; one.
+    """
+    own = crc32(call.encode())
+    highest = torch.tensor([own, -own], device=device)
+    with explained_absence("compare the calls"):
+        dist.all_reduce(highest, dist.ReduceOp.MAX, group)
+    high, minus_low = highest.tolist()
+    if high != -minus_low:
+        refuse_disagreement("calls", [], group, settings={"this call": call})
 
 
 def refuse_disagreement(
@@ -115,6 +137,8 @@ def _refuse_settings(everyone: Sequence[Mapping[str, str]]) -> None:
     """Raise if a setting differs between ranks."""
     names = dict.fromkeys(name for settings in everyone for name in settings)
     differ = [name for name in names if len({settings.get(name) for settings in everyone}) > 1]
+    # A setting that a rank lacks comes of another one, such as the number of optimizers.
+    differ = [name for name in differ if all(name in settings for settings in everyone)] or differ
     if not differ:
         return
     told = "; ".join(f"{name} is {_by_rank([each.get(name, 'absent') for each in everyone])}" for name in differ[:3])

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from amplab.parallel.agreement import explained_absence, first_rank, refuse_disagreement
+from amplab.parallel.agreement import explained_absence, first_rank, refuse_disagreement, refuse_other_call
 from amplab.parallel.combined_reducer import CombinedReducer
 from amplab.parallel.distributed import flat_dist_call
 from amplab.parallel.ranks import is_alone
@@ -62,6 +62,8 @@ class CombinedDDP:
         self._is_original = True
         self._replica_count, self._group = replica_count, group
         self._reducers: weakref.WeakSet[CombinedReducer] = weakref.WeakSet()
+        self._numbers = weakref.WeakKeyDictionary({model: index for index, model in enumerate(models)})
+        self._are_several = len(models) > 1
         prefixes = [f"models[{index}]." if len(models) > 1 else "" for index in range(len(models))]
         named = [
             (prefix + name, tensor)
@@ -83,13 +85,16 @@ class CombinedDDP:
             self._replica_count,
             group=self._group,
             name=self._names.get,
-            is_alone=lambda: sum(each.is_awaiting for each in self._reducers) == 1,
+            awaiting=lambda: [each for each in self._reducers if each.is_awaiting],
         )
         self._reducers.add(reducer)
         return reducer
 
     def register(self, model: nn.Module) -> list[Any]:
         """Broadcast the buffers of ``model`` before each forward in training, as DistributedDataParallel does.
+
+        With several models ranks first compare which one runs, since gloo aborts a process that receives buffers of
+        another size.
 
         Returns:
             The handles of the hooks.
@@ -104,9 +109,13 @@ class CombinedDDP:
                 "DistributedDataParallel around a model of amp.initialize(combine_ddp=True): both average the "
                 "gradients; call the model itself, or leave combine_ddp out."
             )
-        if not is_alone():
-            with explained_absence("send the buffers of rank 0"):
-                self._broadcast(list(model.buffers()))
+        buffers = list(model.buffers())
+        if is_alone() or not buffers:
+            return
+        if self._are_several:
+            refuse_other_call(f"a forward of models[{self._numbers.get(model)}]", self._group, buffers[0].device)
+        with explained_absence("send the buffers of rank 0"):
+            self._broadcast(buffers)
 
     def _broadcast(self, tensors: list[Tensor]) -> None:
         # By .data, since the backward of an earlier forward may hold a buffer; in training it does not read its values.

@@ -10,22 +10,33 @@ sum, so that every rank finds the same found_inf without a message of its own.
 
 A rank whose parameters or settings are no longer those that all agreed on cannot know whether the others have changed,
 too. It sends the buckets as they were agreed on, with a note in the padding of each. The sum brings the note to every
-rank, and all then compare what they have: either they agree on new buckets, or each raises the same error.
+rank, and all then compare what they have: either they agree on new buckets, or each raises the same error. The number
+of steps is part of each note.
+
+Every rank must send the same buckets in the same order: gloo aborts a process that receives more bytes than it expects,
+and adds up two buckets of one size whatever they hold. A rank whose backward raises therefore sends zeros, with a note,
+in the buckets that it has not sent. If a process group has several reducers, ranks first compare which of them takes
+part, in a message of its own before each backward.
 
 The first backward records the order in which gradients arrive; rank 0's order decides in which order every rank sends
 the buckets. From then on the last parameter of each bucket starts it. `CombinedDDP` prepares the models and checks that
 all ranks agree; what calls `CombinedReducer` is in ``amp/apex/hooked_optimizer.py``.
 """
 
+import itertools
+import operator
+import sys
+import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, NamedTuple
+from contextlib import suppress
+from typing import Any, NamedTuple, Self
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from amplab.kernels import GradientPlaces, Whereabouts, unscale_copy
-from amplab.parallel.agreement import explained_absence, first_rank, refuse_disagreement
+from amplab.parallel.agreement import explained_absence, first_rank, refuse_disagreement, refuse_other_call
 from amplab.parallel.ranks import is_alone
 from amplab.scalers import FlatGradients
 from amplab.scalers.flat_buffer import FlatBuffer
@@ -34,6 +45,8 @@ __all__ = ["Bucket", "CombinedReducer", "bucket_ends"]
 
 _FEWEST = 2**20
 _MOST_BYTES = 24 * 2**20 * 4
+_DIGITS = 14  # of the number of steps; two numbers a digit, two more for the other notes: the padding has room for 31
+_NUMBERS = 2 + 2 * _DIGITS
 
 
 def bucket_ends(ends: Sequence[int], itemsize: int, replica_count: int) -> list[int]:
@@ -64,23 +77,40 @@ def bucket_ends(ends: Sequence[int], itemsize: int, replica_count: int) -> list[
 
 
 class _Notes(NamedTuple):
-    """What a rank tells the others in a bucket.
+    """What a rank tells the others in a bucket; after the exchange, what all ranks told.
 
     Attributes:
         of_params: its parameters are others than those that were agreed on.
-        of_values: its settings are others, or it has a gradient that cannot be averaged.
-        even, odd: one of them, by the number of its steps. After the exchange both, if ranks have made other numbers.
+        of_values: its settings are others, it has a gradient that cannot be averaged, or its backward raised.
+        zeros, ones: the last binary digits of the number of its steps, each in one of the two: two ranks that differ in
+            a digit set it in both. A sum over ranks only shows which numbers are above 0, which holds in every dtype
+            and for any number of ranks.
     """
 
     of_params: bool = False
     of_values: bool = False
-    even: bool = False
-    odd: bool = False
+    zeros: tuple[bool, ...] = (False,) * _DIGITS
+    ones: tuple[bool, ...] = (False,) * _DIGITS
+
+    def with_steps(self, steps: int) -> Self:
+        """Return these notes with another number of steps."""
+        ones = tuple(bool(steps >> place & 1) for place in range(_DIGITS))
+        return self._replace(zeros=tuple(not digit for digit in ones), ones=ones)
 
     @property
     def ask_for_comparison(self) -> bool:
         """Whether a rank has news, or ranks have made other numbers of steps."""
-        return self.of_params or self.of_values or (self.even and self.odd)
+        return self.of_params or self.of_values or any(map(operator.and_, self.zeros, self.ones))
+
+    def numbers(self) -> list[float]:
+        """Return them as `_NUMBERS` numbers, 0.0 or 1.0."""
+        return [float(note) for note in (self.of_params, self.of_values, *self.zeros, *self.ones)]
+
+    @classmethod
+    def heard(cls, numbers: Sequence[float]) -> Self:
+        """Return the notes whose numbers were summed over ranks."""
+        params, values, *digits = (number > 0 for number in numbers)
+        return cls(params, values, tuple(digits[:_DIGITS]), tuple(digits[_DIGITS:]))
 
 
 class Bucket:
@@ -93,6 +123,7 @@ class Bucket:
     Attributes:
         params: its parameters.
         tensor: ``(elements,)``, the slice.
+        notes: ``(_NUMBERS,)``, the numbers of `_Notes` in the padding of its first part.
     """
 
     def __init__(self, buffer: FlatBuffer, first: int, last: int) -> None:
@@ -104,7 +135,7 @@ class Bucket:
         starts = [start, *buffer.ends[first : last - 1]]
         flags = [begin - start + param.numel() for begin, param in zip(starts, self.params, strict=True)]
         self._flags = torch.tensor(flags, device=buffer.tensor.device)
-        self._notes = self.tensor[flags[0] + 1 :][: len(_Notes._fields)]  # the padding of a part has 32 elements
+        self.notes = self.tensor[flags[0] + 1 :][:_NUMBERS]  # the padding of a part has 32 elements
         lent = [buffer.lent(index) for index in range(first, last)]
         self._places = GradientPlaces(self.params, self.tensor, [begin - start for begin in starts], lent)
         self._all_here = False
@@ -128,16 +159,6 @@ class Bucket:
             ):
                 return param
         return None
-
-    @torch.no_grad()
-    def leave_notes(self, notes: _Notes) -> None:
-        """Send notes with the gradients. Sync: none."""
-        for place, note in enumerate(notes):
-            self._notes[place] = float(note)
-
-    def read_notes(self) -> _Notes:
-        """Return the notes of all ranks after the exchange. Sync: one."""
-        return _Notes(*(note > 0 for note in self._notes.tolist()))
 
     @torch.no_grad()
     def fill_with_zeros(self) -> None:
@@ -169,6 +190,12 @@ class Bucket:
             param.grad = None
 
     @torch.no_grad()
+    def clear_padding(self) -> None:
+        """Remove the flags and the notes: norms are taken of whole buffers. Sync: none."""
+        self.tensor.index_fill_(0, self._flags, 0.0)
+        self.notes.zero_()
+
+    @torch.no_grad()
     def lend(self) -> None:
         """Make the parts the gradients of all parameters that a rank has reached.
 
@@ -178,8 +205,7 @@ class Bucket:
         if not self._all_here:
             reached = (self.tensor[self._flags] > 0).tolist()
             indices = [index for index, is_reached in zip(indices, reached, strict=True) if is_reached]
-        self.tensor.index_fill_(0, self._flags, 0.0)
-        self._notes.zero_()
+        self.clear_padding()
         if not (self._all_here and self._places.lend()):
             self._buffer.lend(indices)
 
@@ -202,8 +228,8 @@ class CombinedReducer:
         group: the ranks; None for all.
         name: returns the name of a parameter, all of whose values are equal on all ranks; None for any other, whose
             values are then compared.
-        is_alone: whether no other reducer takes part in the current backward; only then buckets are sent early, since
-            every rank has to send all buckets in one order.
+        awaiting: returns the reducers that take part in the current backward. Buckets are sent early only if this is
+            the only one, since every rank has to send all buckets in one order.
 
     Reference: ``combine_ddp`` of Ascend's apex; ``torch.nn.parallel.DistributedDataParallel``.
     """
@@ -214,9 +240,10 @@ class CombinedReducer:
         *,
         group: dist.ProcessGroup | None = None,
         name: Callable[[Tensor], str | None] = lambda _param: "a parameter",
-        is_alone: Callable[[], bool] = lambda: True,
+        awaiting: Callable[[], Iterable["CombinedReducer"]] = lambda: (),
     ) -> None:
-        self._replica_count, self._group, self._known_name, self._is_alone = replica_count, group, name, is_alone
+        self._replica_count, self._group, self._known_name, self._awaiting = replica_count, group, name, awaiting
+        self._number = 0  # of all reducers of the group, in the order of `prepare`
         self.flats: tuple[FlatGradients, ...] = ()
         self._listed: list[list[Tensor]] = []  # those of the plan
         self._wanted: list[list[Tensor]] = []  # those of the backward
@@ -224,7 +251,8 @@ class CombinedReducer:
         self._settings: dict[str, str] = {}
         self._steps = 0
         self._notes = _Notes()
-        self._misfits: list[str] = []
+        self._problems: list[str] = []  # why this rank has no gradients to average
+        self._due = False  # whether the other ranks wait for the buckets of this backward
         self._buffers: tuple[FlatBuffer, ...] = ()
         self._buckets: list[Bucket] = []
         self._handles: list[Any] = []
@@ -260,6 +288,9 @@ class CombinedReducer:
         """
         self._wanted = [list(each) for each in params]
         self._compare(params=True)
+        group = self._group or dist.group.WORLD
+        self._number = _reducer_counts.get(group, 0)
+        _reducer_counts[group] = self._number + 1
         self._plan()
 
     def follow(self, *params: Iterable[Tensor]) -> None:
@@ -281,19 +312,28 @@ class CombinedReducer:
         self._awaited = True
 
     def begin(self, settings: Mapping[str, str] | None = None, *, steps: int = 0, early: bool = True) -> None:
-        """Send each bucket as soon as it is full, until `finish`; nothing if this rank runs alone. Sync: none.
+        """Send each bucket as soon as it is full, until `finish`; nothing if this rank runs alone.
 
         Args:
             settings: what must be equal on all ranks: values as text, by name. Those that have changed since ranks
                 compared them are compared in `finish`.
-            steps: the number of steps that were made with the averages of this object. Ranks of which one is a step
-                ahead have other weights.
+            steps: the number of steps that were made with the averages of this object. Ranks of which one is ahead have
+                other weights. They are told apart unless they differ by a multiple of 2^14 = 16384.
             early: send in the backward; False: leave everything to `finish`.
+
+        Raises:
+            RuntimeError: on every rank: other reducers take part on another rank.
+
+        Sync: none with one reducer in the group. With several it waits for every rank; one.
         """
         self._settings, self._steps = dict(settings or {}), steps
         differ = any(self._agreed.get(name) != value for name, value in self._settings.items())
-        self._notes = self._notes._replace(of_values=differ, even=steps % 2 == 0, odd=steps % 2 == 1)
-        if is_alone() or not early:
+        self._notes = self._notes._replace(of_values=differ).with_steps(steps)
+        if is_alone():
+            return
+        self._refuse_other_reducers()
+        self._due = True
+        if not early:
             return
         self._sending = True
         if self._arrived is not None:
@@ -304,15 +344,14 @@ class CombinedReducer:
 
         Raises:
             RuntimeError: on every rank: the parameters, the settings or the steps differ between ranks; a gradient is
-                sparse, or of another dtype or shape than its parameter; a rank does not take part. On this rank: a
-                gradient was written after its bucket had been sent.
+                sparse, or of another dtype or shape than its parameter; the backward of a rank raised; a rank does not
+                take part. On this rank: a gradient was written after its bucket had been sent.
 
-        Sync: as `torch.distributed.Work.wait`; one for each bucket; one more if this rank has not reached every
-        parameter.
+        Sync: as `torch.distributed.Work.wait`; one for each device; one for each bucket of which this rank has not
+        reached every parameter.
         """
         notes = self._exchange(self._buckets)
-        if notes.ask_for_comparison:
-            self._compare(params=notes.of_params)
+        self._settle(notes)
         if notes.of_params:
             self._notes = _Notes()
             self._exchange_added()
@@ -322,48 +361,72 @@ class CombinedReducer:
         self._end()
 
     def _exchange(self, buckets: Sequence[Bucket]) -> _Notes:
-        """Send the buckets that have not been sent, wait for all, and return the notes of all ranks."""
-        sent = len(self._works)
-        for bucket in buckets[sent:]:
-            self._send(bucket)
-        notes = _Notes() if is_alone() else self._await(buckets)
-        for bucket in () if self._misfits else buckets[:sent]:
-            late = next((param for param in bucket.params if param.grad is not None), None)
-            if late is not None:
-                raise RuntimeError(
-                    f"{self._name(late)} got another gradient after its first one had been averaged over the ranks: "
-                    "run one backward in each block of scale_loss, and checkpoint with use_reentrant=False."
-                )
+        """Average over ranks, and make the averages the gradients; return the notes of all ranks."""
+        late = (param for bucket in buckets[: len(self._works)] for param in bucket.params if param.grad is not None)
+        self._problems += [
+            f"{self._name(param)} got another gradient after its first one had been averaged over the ranks: "
+            "run one backward in each block of scale_loss, and checkpoint with use_reentrant=False."
+            for param in itertools.islice(late, 1)
+        ]
+        notes = self._send_and_wait(buckets)
         for bucket in buckets:
             bucket.lend()
-        self._works = []
+        return notes
+
+    def _send_and_wait(self, buckets: Sequence[Bucket], *, empty: bool = False) -> _Notes:
+        """Send the buckets that have not been sent, wait for all, and return the notes of all ranks."""
+        for bucket in buckets[len(self._works) :]:
+            self._send(bucket, empty=empty)
+        try:
+            notes = _Notes() if is_alone() else self._await(buckets)
+        except RuntimeError:  # there is nobody to exchange with
+            self._due = False
+            raise
+        self._due, self._works = False, []
         return notes
 
     def _await(self, buckets: Sequence[Bucket]) -> _Notes:
         """Wait for what was sent; return the notes of all ranks. Without buckets they are a message of their own."""
         with explained_absence("average gradients"):
             if not buckets:
-                device = next((param.device for listed in self._listed for param in listed), None)
-                own = torch.tensor([float(note) for note in self._notes], device=device)
+                own = torch.tensor(self._told(), device=self._device())
                 dist.all_reduce(own, group=self._group)
-                return _Notes(*(note > 0 for note in own.tolist()))
+                return _Notes.heard(own.tolist())
             for work in self._works:
                 work.wait()
-        return _Notes(*map(any, zip(*(bucket.read_notes() for bucket in buckets), strict=True)))
+        return _heard(buckets)
+
+    def _told(self) -> list[float]:
+        """Return the numbers of the notes of this rank."""
+        return self._notes._replace(of_values=self._notes.of_values or bool(self._problems)).numbers()
+
+    def _settle(self, notes: _Notes) -> None:
+        """Compare what the notes ask for; raise if this rank has a problem that came too late for a note."""
+        if notes.ask_for_comparison:
+            self._compare(params=notes.of_params)
+        if self._problems:
+            raise RuntimeError(self._problems[0])
 
     def keep_local(self) -> None:
         """End a backward whose gradients stay as they are, for a later `finish` to average with others."""
         self._end()
 
     def cancel(self) -> None:
-        """End a backward that failed. What was sent is completed, so that no later gradient is overwritten."""
-        works = self._works
-        self._end()
-        for work in works:
-            try:
-                work.wait()
-            except RuntimeError:  # another rank is gone, too; the failure of the backward is reported
-                break
+        """End a backward that failed, whose gradients have been put back.
+
+        The other ranks wait for every bucket, so those that have not been sent are sent as zeros. All other ranks then
+        raise what this one has raised, unless all buckets had left before; nothing is raised here.
+        """
+        try:
+            if self._due:
+                self._problems = [_failure()]
+                with suppress(RuntimeError):  # the failure of the backward is reported
+                    notes = self._send_and_wait(self._buckets, empty=True)
+                    for bucket in self._buckets:
+                        bucket.clear_padding()
+                    self._settle(notes)
+        finally:
+            self._end()
 
     def release(self) -> None:
         """Remove the hooks."""
@@ -372,28 +435,32 @@ class CombinedReducer:
         self._handles = []
 
     def _end(self) -> None:
-        self._awaited, self._sending, self._ready, self._works = False, False, set(), []
-        self._notes, self._misfits, self._recorded = _Notes(), [], False
+        self._awaited, self._sending, self._due, self._ready, self._works = False, False, False, set(), []
+        self._notes, self._problems, self._recorded = _Notes(), [], False
 
-    def _send(self, bucket: Bucket) -> None:
-        misfit, notes = bucket.misfit(), self._notes
+    def _send(self, bucket: Bucket, *, empty: bool = False) -> None:
+        misfit = None if empty else bucket.misfit()
         if misfit is not None and is_alone():
             raise RuntimeError(self._describe_misfit(misfit))
         device = bucket.tensor.device
         if is_alone():
             bucket.fill(torch.ones(1, device=device))
             return
-        if misfit is not None:  # the other ranks wait for this bucket
-            self._misfits.append(self._describe_misfit(misfit))
+        if misfit is not None:
+            self._problems.append(self._describe_misfit(misfit))
+        if misfit is not None or empty:  # the other ranks wait for this bucket
             bucket.fill_with_zeros()
-            notes = notes._replace(of_values=True)
         else:
             if device not in self._factor:
                 self._factor[device] = torch.tensor([1.0 / dist.get_world_size(self._group)], device=device)
             bucket.fill(self._factor[device])
-        bucket.leave_notes(notes)
+        bucket.notes.copy_(torch.tensor(self._told()))
         with explained_absence("average gradients"):
             self._works.append(dist.all_reduce(bucket.tensor, group=self._group, async_op=True))
+
+    def _device(self) -> torch.device | None:
+        """The device of a message of its own."""
+        return next((param.device for listed in self._listed for param in listed), None)
 
     def _name(self, param: Tensor) -> str:
         return self._known_name(param) or "a parameter of no initialized model"
@@ -412,7 +479,7 @@ class CombinedReducer:
     def _compare(self, *, params: bool) -> None:
         """Compare settings with the other ranks, and parameters for new buckets; raise on every rank if they differ."""
         listed = [param for each in self._wanted for param in each if params and param.requires_grad]
-        problems = self._misfits + [
+        problems = self._problems + [
             f"{self._name(param)} is {param.dtype}: combine_ddp=True averages the gradients of real parameters; use "
             "DistributedDataParallel instead."
             for param in listed
@@ -429,6 +496,20 @@ class CombinedReducer:
         )
         self._agreed |= self._settings
 
+    def _refuse_other_reducers(self) -> None:
+        """Compare with the other ranks which reducers take part, and in which order, if the group has several."""
+        if _reducer_counts.get(self._group or dist.group.WORLD, 0) < 2:
+            return
+        others = sorted((each for each in self._awaiting() if each is not self), key=lambda each: each._number)
+        titles = " with ".join(each._title() for each in (self, *others))
+        refuse_other_call(f"scale_loss for {titles}", self._group, self._device())
+
+    def _title(self) -> str:
+        """Name the optimizer by its place among those of all calls of `initialize`, from 0."""
+        params = [param for listed in self._listed for param in listed]
+        first = f", first {self._name(params[0])}" if params else ""
+        return f"optimizer {self._number} ({len(params)} parameters{first})"
+
     def _exchange_added(self) -> None:
         """Average the gradients of the parameters that the old buckets lack. All ranks have the same ones now."""
         planned = set(map(id, self._all_params()))
@@ -441,8 +522,7 @@ class CombinedReducer:
         flat = FlatGradients(added, reserve=True)  # in the dtypes of the parameters, whatever the gradients are
         for param, grad in zip(added, grads, strict=True):
             param.grad = grad
-        if self._exchange(self._cut(flat.flat_buffers)).ask_for_comparison:
-            self._compare(params=False)
+        self._settle(self._exchange(self._cut(flat.flat_buffers)))
 
     # -- the order of the buckets ------------------------------------------------------------------------
 
@@ -505,7 +585,7 @@ class CombinedReducer:
     def _starter(self, number: int) -> Callable[[Tensor], None]:
         def start(param: Tensor) -> None:
             self._see_stray(param)
-            if not (self._sending and self._early and self._is_alone()):
+            if not (self._sending and self._early and all(each is self for each in self._awaiting())):
                 return
             if self._buckets[number].is_complete():
                 self._ready.add(number)
@@ -537,6 +617,29 @@ class CombinedReducer:
                     "run every backward in `with amp.scale_loss(loss, optimizer) as scaled_loss: "
                     "scaled_loss.backward()`, which averages over the ranks, or clear it with optimizer.zero_grad()."
                 )
+
+
+_reducer_counts: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
+"""How many reducers were prepared in each process group. It never falls, so that all ranks know the same number."""
+
+
+def _heard(buckets: Sequence[Bucket]) -> _Notes:
+    """Return the notes of all ranks from buckets that have arrived. Sync: one for each device."""
+    by_device: dict[torch.device, list[Tensor]] = {}
+    for bucket in buckets:
+        by_device.setdefault(bucket.notes.device, []).append(bucket.notes.float())
+    largest = [torch.stack(notes).amax(0).tolist() for notes in by_device.values()]
+    return _Notes.heard([max(numbers) for numbers in zip(*largest, strict=True)])
+
+
+def _failure() -> str:
+    """Say what the block that ends now has raised."""
+    error = sys.exception()
+    said = str(error).splitlines()
+    return (
+        f"A block of scale_loss raised {type(error).__name__}{f': {said[0][:200]}' if said else ''}. No rank has "
+        "averaged its gradients, and those from before the block are restored. Skip the step on every rank, or end all."
+    )
 
 
 def _is(left: object, right: object) -> bool:

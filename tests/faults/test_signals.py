@@ -27,7 +27,7 @@ def interrupts_and_losses(kind, seconds, seed=1):
 
 
 @pytest.mark.skipif(os.name != "posix", reason="sends SIGINT")
-@pytest.mark.parametrize("kind", ["scale_loss", "autocast", "engine"])
+@pytest.mark.parametrize("kind", ["scale_loss", "autocast", "engine", "save", "save_wide_name"])
 def test_training_goes_on_after_signals_at_random_times(kind):
     interrupts, lost = interrupts_and_losses(kind, 2.0)
     assert interrupts > 10
@@ -36,7 +36,7 @@ def test_training_goes_on_after_signals_at_random_times(kind):
 
 @pytest.mark.long
 @pytest.mark.parametrize("seed", [1, 2])
-@pytest.mark.parametrize("kind", ["scale_loss", "autocast", "engine"])
+@pytest.mark.parametrize("kind", ["scale_loss", "autocast", "engine", "save", "save_wide_name"])
 def test_training_goes_on_after_thousands_of_signals(kind, seed):
     interrupts, lost = interrupts_and_losses(kind, 60.0, seed)
     assert interrupts > 1000

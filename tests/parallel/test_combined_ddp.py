@@ -608,7 +608,7 @@ def test_what_cannot_be_averaged_is_refused_on_every_rank(found, check, said):
         ("level", r"opt_level is 'O1' on rank 0 and 'O0' on rank 1; "),
         ("rule", r"the rule of the loss scale is Dyn.*=100.* on rank 0 and Dyn.*=200.* on rank 1\."),
         ("lr", r"the optimizer's param_groups\[0\]\['lr'\] is 0\.1 on rank 0 and 0\.2 on rank 1\."),
-        ("class", r"the optimizer is torch.optim.sgd.SGD on rank 0 and torch.optim.adam.Adam on rank 1; .*more"),
+        ("class", r"the optimizer is torch.optim.sgd.SGD on rank 0 and torch.optim.adam.Adam on rank 1\. "),
         ("buckets", r"ddp_replica_count is 4 on rank 0 and 8 on rank 1\."),
     ],
 )

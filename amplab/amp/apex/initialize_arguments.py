@@ -215,6 +215,7 @@ def settings_in_common(
     if properties.loss_scale == "dynamic":
         common["the rule of the loss scale"] = repr(rule)
     common["num_losses"] = str(num_losses)
+    common["the number of optimizers"] = str(len(optimizers))
     for index, optimizer in enumerate(optimizers):
         which = "the optimizer" if len(optimizers) == 1 else f"optimizers[{index}]"
         common[which] = f"{type(optimizer).__module__}.{type(optimizer).__qualname__}"
