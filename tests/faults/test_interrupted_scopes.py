@@ -5,7 +5,7 @@ from contextlib import contextmanager
 
 import pytest
 import torch
-from interrupts import interrupted_everywhere
+from interrupts import PACKAGE, interrupted_everywhere
 from torch.nn import functional as F
 from torch.overrides import _get_current_function_mode_stack
 
@@ -176,6 +176,18 @@ def test_a_region_around_an_interrupted_one_casts_on():
             assert product() is torch.bfloat16, interrupt
             assert amplab.get_autocast_dtype("cpu") is torch.bfloat16, interrupt
     assert product() is torch.float32
+
+
+def test_an_interrupt_while_a_weight_is_cast_does_not_turn_casts_on_when_its_traceback_is_freed():
+    weight, half_mode = torch.nn.Parameter(X.clone()), cpu_half_mode()
+
+    def step():
+        with amplab.autocast("cpu", torch.float16):
+            X @ weight
+
+    everywhere = [PACKAGE, torch.autograd.grad_mode.__file__]
+    for interrupt in interrupted_everywhere(step, folders=everywhere, functions=["_make", "__enter__", "__exit__"]):
+        assert_nothing_is_on(interrupt, half_mode)
 
 
 def test_disabled_casts_of_an_installed_engine_end_with_their_block():

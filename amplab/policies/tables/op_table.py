@@ -16,7 +16,8 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
-from torch.overrides import resolve_name
+from torch._ops import OpOverload, OpOverloadPacket
+from torch.overrides import _get_overridable_functions
 
 from amplab.policies.kept_property import kept_property
 
@@ -160,7 +161,10 @@ def spelling_of(func: Callable[..., Any]) -> str | None:
     >>> spelling_of(torch.mm), spelling_of(torch.Tensor.add), spelling_of(len)
     ('torch.mm', 'torch.Tensor.add', None)
     """
-    spelling = resolve_name(func)
+    # Not torch.overrides.resolve_name: it replaces the filters of warnings, and an interrupt leaves them replaced.
+    spelling = (
+        str(func) if isinstance(func, OpOverload | OpOverloadPacket) else _get_overridable_functions()[1].get(func)
+    )
     own = getattr(func, "__name__", "")
     return f"torch.{own}" if spelling is not None and getattr(torch, own, None) is func else spelling
 
