@@ -29,6 +29,7 @@ from amplab.launch import (
     WorkingCopies,
     choose_lesson,
     copy_lessons,
+    end_with_launcher,
     find_lessons,
     launch,
     launch_ranks,
@@ -134,6 +135,7 @@ def lessons_line(copies: WorkingCopies) -> str:
 
 def train_in_terminal(options: argparse.Namespace) -> int:
     """Train without a browser."""
+    end_with_launcher()
     from amplab.lab import FIELDS, ExperimentConfig
     from amplab.lab.console import check_trainable, train
     from amplab.lab.rank_training import is_one_of_several, train_on_ranks

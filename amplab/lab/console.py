@@ -49,6 +49,7 @@ class TrainSummary:
         log_path: The run log, of several ranks the folder of their logs; None if it could not be written.
         interrupted: Whether Ctrl+C ended the training.
         failure: The error that ended the training, None without one.
+        log_failure: Why the log does not hold every step, None if it does.
     """
 
     config: ExperimentConfig
@@ -62,11 +63,14 @@ class TrainSummary:
     log_path: Path | None
     interrupted: bool
     failure: str | None
+    log_failure: str | None
 
     @property
     def exit_status(self) -> int:
-        """0 if all steps are done, 130 if interrupted, 1 if training failed."""
-        return 1 if self.failure else 130 if self.interrupted else 0
+        """0 if all steps are done and in the log, 130 if interrupted, 1 if training or its log failed."""
+        if self.failure:
+            return 1
+        return 130 if self.interrupted else int(self.log_failure is not None)
 
     def __str__(self) -> str:
         """Return the table."""
@@ -142,10 +146,10 @@ def train(
     interrupted |= exchange is not None and "stop" in exchange.agreed
     progress.finish(interrupted)
     summary = _summary(trainer, interrupted)
-    if exchange is not None and summary.log_path is not None:
-        summary = replace(summary, log_path=summary.log_path.parent)
     trainer.stop()
     trainer.wait()
+    progress.show()  # what has become of the last lines of the log
+    summary = _with_log(summary, trainer, exchange)
     progress.line(f"\n{summary}")
     return summary
 
@@ -275,4 +279,14 @@ def _summary(trainer: Trainer, interrupted: bool) -> TrainSummary:
         log_path=trainer.log_path,
         interrupted=interrupted,
         failure=trainer.failures[-1].text if failed else None,
+        log_failure=None,
     )
+
+
+def _with_log(summary: TrainSummary, trainer: Trainer, exchange: RankExchange | None) -> TrainSummary:
+    """Return the summary of a stopped trainer with its log, which is closed."""
+    path = trainer.log_path
+    if path is not None:
+        return replace(summary, log_path=path if exchange is None else path.parent)
+    told = [failure.text for failure in trainer.failures if failure.text.startswith("log: ")]
+    return replace(summary, log_path=None, log_failure=told[-1] if told else "log: it could not be written.")

@@ -141,9 +141,10 @@ def _interrupted_once() -> Iterator[None]:
 
 def _report(summary: TrainSummary, exchange: RankExchange) -> None:
     """Print what became of the ranks: the failure of each, and one line for each rank."""
+    said = summary.failure or summary.log_failure
+    if said and exchange.place.rank:  # rank 0 has printed its own
+        sys.stderr.write(f"amplab train: {said}\n")
     if summary.failure:
-        if exchange.place.rank:  # rank 0 has printed its own
-            sys.stderr.write(f"amplab train: {summary.failure}\n")
         return
     exchange.meet()  # every log is closed
     if exchange.place.rank == 0 and summary.log_path is not None:

@@ -20,7 +20,7 @@ from amplab.launch.lessons import (
     lessons_directory,
     progress_file,
 )
-from amplab.launch.ranks import LaunchStopped, RankEnd, launch_ranks
+from amplab.launch.ranks import LaunchStopped, RankEnd, end_with_launcher, launch_ranks
 from amplab.launch.server import Launch, launch, plan_launch
 
 __all__ = [
@@ -36,6 +36,7 @@ __all__ = [
     "Launch",
     "plan_launch",
     "launch",
+    "end_with_launcher",
     "launch_ranks",
     "LaunchStopped",
     "RankEnd",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import logging
 import os
 import signal
@@ -10,7 +11,12 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 
-__all__ = ["LaunchStopped", "RankEnd", "launch_ranks"]
+__all__ = ["LaunchStopped", "RankEnd", "end_with_launcher", "launch_ranks"]
+
+_LAUNCHER = "AMPLAB_LAUNCHER"
+"""The variable with the number of the process that launched a rank."""
+
+_PR_SET_PDEATHSIG = 1  # prctl(2)
 
 _SENDERS = {
     "SIGKILL": " (if you did not send it: the system sends it when memory runs out)",
@@ -91,6 +97,7 @@ def launch_ranks(count: int, words: Sequence[str], *, name: str, restarts: int =
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     if not {"", os.getcwd()} & set(sys.path):  # `python -m` in a process would put this folder first on its path
         os.environ.setdefault("PYTHONSAFEPATH", "1")
+    os.environ[_LAUNCHER] = str(os.getpid())
     sys.stdout.flush()
     logging.disable(logging.WARNING if restarts else logging.ERROR)  # its errors tell why it starts the ranks again
     try:
@@ -102,4 +109,21 @@ def launch_ranks(count: int, words: Sequence[str], *, name: str, restarts: int =
         raise LaunchStopped(stopped.sigval) from None
     finally:
         logging.disable(logging.NOTSET)
+        del os.environ[_LAUNCHER]
     return []
+
+
+def end_with_launcher() -> None:
+    """Let the system send SIGTERM to this rank when the process of `launch_ranks` ends, even if that was killed.
+
+    No effect in other processes, and on other systems than Linux.
+
+    Raises:
+        SystemExit: It has ended already.
+    """
+    launcher = os.environ.pop(_LAUNCHER, None)  # which processes of this one must not read
+    if launcher is None or sys.platform != "linux":
+        return
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, int(signal.SIGTERM))
+    if os.getppid() != int(launcher):
+        raise SystemExit("amplab train: the launcher of this rank was killed before the rank began.")

@@ -9,16 +9,20 @@ changes besides is undone by the functions of an `Undo`.
 
 import contextlib
 import functools
+import sys
 import threading
 import traceback
+import warnings
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from itertools import takewhile
 from operator import is_
+from types import CodeType
 from typing import Any, ParamSpec, TypeVar
 
 import torch
 from torch import nn
+from torch._C import DispatchKey, DispatchKeySet
 from torch._C._dynamo.guards import set_is_in_mode_without_ignore_compile_internals
 from torch.optim import Optimizer
 from torch.utils import _python_dispatch
@@ -41,12 +45,15 @@ class Undo:
             undo.add(restore)
             change()
 
+    After an error they run without the dispatch modes of the block, which an interrupt may have left on.
     Add a function before the change, since an interrupt may follow it at once. A function may run twice: what an
     interrupt leaves undone runs again, at the latest where the call of the tool around the block ends.
     """
 
     def __init__(self) -> None:
         self._functions: list[Callable[[], object]] = []
+        self._handled = sys.exception()
+        self._dispatch = _Dispatch()
 
     def __enter__(self) -> "Undo":
         """Return itself."""
@@ -65,13 +72,19 @@ class Undo:
         self.add(functools.partial(_remove, hook, hooks))
         register(hook)
 
-    def __exit__(self, *_error: object) -> None:
+    def __exit__(self, _kind: object, error: BaseException | None, _traceback: object) -> None:
         """Undo everything; does nothing if that is done already."""
         try:
-            self.run()
-        except BaseException:  # an interrupt; finish anyway
-            self.run()
+            self._end(error)
+        except BaseException as interrupt:  # finish anyway
+            self._end(interrupt)
             raise
+
+    def _end(self, error: BaseException | None) -> None:
+        if error is not None and not isinstance(error, GeneratorExit):  # which comes at any time
+            _end_blocks_of(error, self._handled)
+            self._dispatch.restore()
+        self.run()
 
     def run(self) -> None:
         """Undo everything. An exception of one function propagates after the others have run."""
@@ -165,20 +178,20 @@ class _Found:
 
     def __init__(self, given: Iterable[Any]) -> None:
         self._given = given
+        self._handled = sys.exception()
         self._undos = tuple(_THREAD.undos)
         self._next_hook = RemovableHandle.next_id
         THREAD.own.drop_ended()
         self._scopes, self._torch_regions = tuple(THREAD.own.scopes), len(THREAD.own.torch_regions)
         self._function_modes = function_modes()
-        self._dispatch_modes = _get_current_dispatch_mode_stack()
-        self._dispatch_flags = _dispatch_flags()
+        self._dispatch = _Dispatch()
         self._saved_tensors = torch._C._autograd._top_saved_tensors_default_hooks(True)
         self._nesting = int(torch_nesting())
         self._settings = [read() for read, _ in _SETTINGS]
 
     def restore(self, error: BaseException) -> None:
         """Restore it after `error`; a second call finishes what an interrupt has left."""
-        _end_blocks_of(error)
+        _end_blocks_of(error, self._handled)
         self._restore_torch()
         thread = THREAD.own
         for scope in [scope for scope in reversed(thread.scopes) if scope not in self._scopes]:
@@ -193,12 +206,7 @@ class _Found:
             self._remove_hooks()
 
     def _restore_torch(self) -> None:
-        _restore_dispatch_modes(self._dispatch_modes)
-        if _dispatch_flags() != self._dispatch_flags:
-            vars(_python_dispatch).update(self._dispatch_flags)
-            set_is_in_mode_without_ignore_compile_internals(
-                _python_dispatch._is_in_any_mode_without_ignore_compile_internals
-            )
+        self._dispatch.restore()
         while torch._C._autograd._top_saved_tensors_default_hooks(True) not in (None, self._saved_tensors):
             torch._C._autograd._pop_saved_tensors_default_hooks()
         if int(torch_nesting()) > self._nesting:
@@ -217,14 +225,57 @@ class _Found:
                     del hooks[number]
 
 
-def _end_blocks_of(error: BaseException) -> None:
-    """End the blocks that are suspended in contextlib; else they end, and change the thread, when `error` is freed."""
-    for frame, _ in reversed([*traceback.walk_tb(error.__traceback__)]):
-        if frame.f_code.co_filename == contextlib.__file__:
-            generator = getattr(frame.f_locals.get("self"), "gen", None)
-            if generator is not None:
-                with contextlib.suppress(Exception):  # of code that the tool has called
-                    generator.close()
+def _end_blocks_of(error: BaseException | None, handled: BaseException | None) -> None:
+    """End the blocks whose own code was stopped by `error`, or by what came before it since `handled` was raised.
+
+    Else a block that is suspended in contextlib, and one of `torch.inference_mode`, end when `error` is freed, and
+    change the thread then; the latter restores all dispatch keys. One of `warnings.catch_warnings` does not end at all.
+    """
+    while error is not None and error is not handled:
+        for frame, _ in reversed([*traceback.walk_tb(error.__traceback__)]):
+            with contextlib.suppress(Exception):  # of code that the tool has called, or of a block that has not begun
+                _end_block(frame.f_code, frame.f_locals.get("self"))
+        error = error.__context__
+
+
+def _end_block(code: CodeType, block: Any) -> None:
+    """End `block` if `code` is its own."""
+    if code.co_filename == contextlib.__file__:
+        generator = getattr(block, "gen", None)
+        if generator is not None:
+            generator.close()
+    elif code.co_name in ("__enter__", "__exit__") and isinstance(block, _ENDED_LATE):
+        block.__exit__(None, None, None)
+
+
+_ENDED_LATE = torch.inference_mode, warnings.catch_warnings
+
+
+class _Dispatch:
+    """The dispatch modes of this thread, what torch stores about them, and the keys that the thread sets."""
+
+    def __init__(self) -> None:
+        self._modes = _get_current_dispatch_mode_stack()
+        self._flags = _dispatch_flags()
+        self._keys = _dispatch_keys()
+
+    def restore(self) -> None:
+        """Restore them. The keys of dispatch modes without a mode would let every op fail."""
+        _restore_dispatch_modes(self._modes)
+        if _dispatch_flags() != self._flags:
+            vars(_python_dispatch).update(self._flags)
+            set_is_in_mode_without_ignore_compile_internals(
+                _python_dispatch._is_in_any_mode_without_ignore_compile_internals
+            )
+        now = _dispatch_keys()
+        if now != self._keys:
+            for key in DispatchKey.__members__.values():
+                for place, write in enumerate(_SET_KEY):
+                    if now[place].has(key) != self._keys[place].has(key):
+                        write(key, self._keys[place].has(key))
+
+
+_SET_KEY = torch._C._dispatch_tls_set_dispatch_key_included, torch._C._dispatch_tls_set_dispatch_key_excluded
 
 
 def _restore_dispatch_modes(modes: list[Any]) -> None:
@@ -239,6 +290,11 @@ def _restore_dispatch_modes(modes: list[Any]) -> None:
 def _dispatch_flags() -> dict[str, bool]:
     """What torch stores of the modes besides the stack: whether there is one of some kind."""
     return {name: value for name, value in vars(_python_dispatch).items() if name.startswith("_is_in_")}
+
+
+def _dispatch_keys() -> tuple[DispatchKeySet, DispatchKeySet]:
+    """The dispatch keys that this thread adds to those of the tensors of each op, and those that it removes."""
+    return torch._C._dispatch_tls_local_include_set(), torch._C._dispatch_tls_local_exclude_set()
 
 
 def _owners_of_hooks(values: Iterable[Any]) -> Iterator[nn.Module | torch.Tensor | Optimizer]:

@@ -1,4 +1,6 @@
-"""Train in a loop while SIGINT arrives at random times; print how many arrived, and after how many casts were wrong.
+"""Train or save in a loop while SIGINT arrives at random times; print how many arrived, and after how many it is wrong.
+
+Wrong is a cast after a step, or after a save a file that does not load whole, or another file beside it.
 
 python signalled_training.py KIND SECONDS SEED
 """
@@ -7,8 +9,11 @@ import os
 import random
 import signal
 import sys
+import tempfile
 import threading
 import time
+from collections.abc import Callable
+from pathlib import Path
 
 import torch
 from torch import nn
@@ -27,7 +32,7 @@ class Signals:
     def __init__(self, seed: int) -> None:
         self.armed, self._ended, self._random = False, False, random.Random(seed)
         signal.signal(signal.SIGINT, self._interrupt)
-        self._sender = threading.Thread(target=self._send)
+        self._sender = threading.Thread(target=self._send, daemon=True)
         self._sender.start()
 
     def _interrupt(self, _number: int, _frame: object) -> None:
@@ -45,8 +50,20 @@ class Signals:
         self._sender.join()
 
 
-def training(kind: str):
-    """Return a step of this kind, and the dtype of a product outside of it."""
+def saving(path: Path) -> tuple[Callable[[], None], Callable[[], bool]]:
+    """Return a save of a run, and whether its folder holds anything else than one whole file."""
+    layers = [nn.Linear(64, 64) for _ in range(20)]
+    models = [nn.Sequential(*layers), nn.Linear(512, 512)]
+
+    def is_wrong() -> bool:
+        amp.load_run_state(path, model=models)
+        return list(path.parent.iterdir()) != [path]
+
+    return lambda: amp.save_run_state(path, model=models), is_wrong
+
+
+def training(kind: str) -> tuple[Callable[[], None], Callable[[], bool]]:
+    """Return a step of this kind, and whether the casts outside of it are wrong."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 1))
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
@@ -76,28 +93,35 @@ def training(kind: str):
                 model(X)
 
     steps = {"scale_loss": scale_loss, "autocast": autocast, "engine": engine_blocks}
-    return steps[kind], torch.float16 if kind == "scale_loss" else torch.float32
+    outside = torch.float16 if kind == "scale_loss" else torch.float32
+    steps[kind]()
+    modes = _get_current_function_mode_stack()
+
+    def is_wrong() -> bool:
+        torch.set_grad_enabled(True)  # torch's own step leaves it off when it is interrupted as it ends
+        thread_engines()
+        return (X @ X.T).dtype is not outside or _get_current_function_mode_stack() != modes
+
+    return steps[kind], is_wrong
 
 
 def main(kind: str, seconds: float, seed: int) -> None:
-    step, outside = training(kind)
-    step()
-    modes = _get_current_function_mode_stack()
-    signals, interrupts, lost = Signals(seed), 0, 0
-    end = time.monotonic() + seconds
-    while time.monotonic() < end:
-        try:
-            signals.armed = True
-            step()
-            signals.armed = False
-        except KeyboardInterrupt:
-            interrupts += 1
-        torch.set_grad_enabled(True)  # torch's own step leaves it off when it is interrupted as it ends
-        wrong = (X @ X.T).dtype is not outside
-        thread_engines()
-        lost += wrong or _get_current_function_mode_stack() != modes
-    signals.end()
-    step()
+    with tempfile.TemporaryDirectory() as folder:
+        names = {"save": "run.pt", "save_wide_name": "ü.pt"}
+        step, is_wrong = saving(Path(folder, names[kind])) if kind in names else training(kind)
+        step()
+        signals, interrupts, lost = Signals(seed), 0, 0
+        end = time.monotonic() + seconds
+        while time.monotonic() < end:
+            try:
+                signals.armed = True
+                step()
+                signals.armed = False
+            except KeyboardInterrupt:
+                interrupts += 1
+            lost += is_wrong()
+        signals.end()
+        step()
     print(interrupts, lost)  # noqa: T201  read by the test
 
 

@@ -9,6 +9,7 @@ import io
 import os
 import resource
 import subprocess
+import sys
 import tempfile
 import warnings
 from pathlib import Path
@@ -231,3 +232,24 @@ def test_a_log_of_a_build_that_cannot_be_written_does_not_hide_why_it_failed(fol
     with pytest.raises(RuntimeError, match="the key is no-such-key") as refused:
         KernelLibrary(lambda: made).ensure(print)
     assert str(folder / "amplab" / "kernels") in str(refused.value)
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_training_goes_on_when_the_disk_fills_and_the_exit_status_tells(tmp_path, ranks):
+    script = (
+        "import resource, sys\n"
+        "resource.setrlimit(resource.RLIMIT_FSIZE, (5000, 5000))\n"
+        "from amplab.cli import main\n"
+        "sys.exit(main(sys.argv[1:]))"
+    )
+    words = ["train", "--steps", "120", "--hidden=4", "--log", str(tmp_path)]
+    words += ["--nproc", str(ranks)] if ranks > 1 else []
+    run = subprocess.run(
+        [sys.executable, "-c", script, *words], capture_output=True, text=True, check=False, timeout=300
+    )
+    out, err = run.stdout, run.stderr
+    assert run.returncode == 1, err
+    assert "120/120" in out
+    assert "lines are lost" in out
+    assert ("lines are lost" in err) == (ranks > 1)  # of the others than rank 0
+    assert "Traceback" not in err

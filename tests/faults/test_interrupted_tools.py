@@ -2,7 +2,11 @@
 
 import contextlib
 import gc
+import os
+import subprocess
 import sys
+import warnings
+from pathlib import Path
 
 import pytest
 import torch
@@ -20,6 +24,7 @@ from amplab.diagnose.reruns import headroom
 from amplab.policies import casts_enabled, cpu_half_mode, thread_engines
 from amplab.policies.casting.plan import torch_nesting
 from amplab.trace.as_found import Undo, leaves_as_found
+from amplab.trace.dispatch_mode import DispatchMode
 from amplab.trace.kept_tensors import KeptTensors
 from amplab.trace.modules import ModuleStack
 from amplab.trace.weight_casts import WeightCasts
@@ -64,7 +69,15 @@ def state_of_torch():
         "engines": thread_engines(),
         "casts": casts_enabled(),
         "half": cpu_half_mode(),
+        "dispatch keys": dispatch_keys(),
+        "filters of warnings": list(warnings.filters),
+        "dtype of a product": (X @ X.T).dtype,
     }
+
+
+def dispatch_keys():
+    """The dispatch keys that this thread adds to those of every op's tensors, and takes from them."""
+    return str(torch._C._dispatch_tls_local_include_set()), str(torch._C._dispatch_tls_local_exclude_set())
 
 
 class Subject:
@@ -72,7 +85,7 @@ class Subject:
 
     def __init__(self):
         torch.manual_seed(0)
-        self.model = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 3))
+        self.model = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Dropout(0.25), nn.Linear(8, 3))
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1, momentum=0.9)
         self.scaler = amplab.GradScaler("cpu", init_scale=8.0)
         self.before, self.torch = self.state(), state_of_torch()
@@ -145,6 +158,8 @@ class Subject:
 
     def changed(self):
         """Name what is not as before."""
+        if dispatch_keys() != self.torch["dispatch keys"]:
+            return ["dispatch keys"]  # no op runs
         now = self.state(), state_of_torch()
         return [name for before, after in zip((self.before, self.torch), now, strict=True) for name in before
                 if before[name] != after[name]]  # fmt: skip
@@ -251,3 +266,66 @@ def test_a_storage_that_is_counted_when_the_interrupt_comes_prints_nothing(monke
 
     for _ in interrupted_everywhere(followed, folders=[f"{PACKAGE}/trace/kept_tensors.py"]):
         assert set(printed) <= {KeyboardInterrupt}
+
+
+class Passing(DispatchMode):
+    """A dispatch mode that changes nothing."""
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        return func(*args, **(kwargs or {}))
+
+
+def inference_mode_under_a_dispatch_mode():
+    with Passing(), torch.inference_mode(False):
+        X @ X.T
+
+
+def block_that_replaces_the_filters_of_warnings():
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+
+
+@pytest.mark.parametrize(
+    ("block", "file"),
+    [
+        (inference_mode_under_a_dispatch_mode, torch.autograd.grad_mode.__file__),
+        (block_that_replaces_the_filters_of_warnings, warnings.__file__),
+    ],
+)
+def test_a_block_ends_whose_own_code_is_interrupted(block, file):
+    """Before, torch.inference_mode turned keys of dispatch modes on when the traceback was freed: each op failed."""
+    before = state_of_torch()
+    for interrupt in interrupted_everywhere(
+        leaves_as_found(block), folders=[file], functions=["__enter__", "__exit__"]
+    ):
+        assert state_of_torch() == before, interrupt
+
+
+@pytest.mark.parametrize("key", [torch._C.DispatchKey.Python, torch._C.DispatchKey.PythonTLSSnapshot])
+def test_a_key_of_dispatch_modes_that_an_error_has_left_is_removed(key):
+    before = state_of_torch()
+
+    @leaves_as_found
+    def leaves_a_key():
+        with Undo() as undo:
+            undo.add(lambda: X @ X.T)
+            torch._C._dispatch_tls_set_dispatch_key_included(key, True)
+            torch._C._dispatch_tls_set_dispatch_key_excluded(torch._C.DispatchKey.AutocastCPU, False)
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        leaves_a_key()
+    assert state_of_torch() == before
+
+
+@pytest.mark.long
+@pytest.mark.skipif(os.name != "posix", reason="sends SIGALRM")
+@pytest.mark.parametrize("tool", ["first_nonfinite", "xray", "doctor"])
+def test_a_tool_leaves_nothing_on_after_signals_at_random_times(tool):
+    script = Path(__file__).with_name("signalled_tools.py")
+    command = [sys.executable, str(script), tool, "60", "1"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False)
+    assert done.returncode == 0, done.stderr
+    interrupts, _, changed = done.stdout.partition("\n")
+    assert int(interrupts) > 50
+    assert changed == ""

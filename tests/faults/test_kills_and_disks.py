@@ -66,6 +66,31 @@ with amplab.watch(model, optimizer, log=sys.argv[1]):
     train(4)
 """
 
+PAUSES = """
+import os, sys, torch
+import amplab
+
+model = torch.nn.Linear(4, 2)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+with amplab.watch(model, optimizer, log=sys.argv[1]):
+    for _ in range(300):
+        model(torch.ones(3, 4)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    print("pauses", flush=True)
+    sys.stdin.read()
+"""
+
+
+def kill_in_a_pause(path):
+    """Return how many of 300 steps are in the log of a loop that is killed while it pauses after them."""
+    words = [sys.executable, "-W", "ignore", "-c", PAUSES, str(path)]
+    loop = subprocess.Popen(words, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    assert loop.stdout.readline() == "pauses\n"
+    loop.kill()
+    loop.communicate()
+    return len(load_run(path).history)
+
 
 def kill_a_writer(folder, number, after):
     """Start a process that writes a log and checkpoints, and kill it after some seconds."""
@@ -100,6 +125,15 @@ def attack(folder, times):
 
 def test_a_killed_writer_loses_no_record_and_tears_no_checkpoint(tmp_path):
     attack(tmp_path, 2)
+
+
+def test_a_loop_that_is_killed_while_it_pauses_has_written_every_step(tmp_path):
+    assert kill_in_a_pause(tmp_path / "run.jsonl") == 300
+
+
+@pytest.mark.long
+def test_many_loops_that_are_killed_while_they_pause(tmp_path):
+    assert [kill_in_a_pause(tmp_path / f"{number}.jsonl") for number in range(40)] == [300] * 40
 
 
 def test_a_fork_that_trains_on_and_leaves_the_block_writes_nothing_to_the_log(tmp_path):

@@ -137,6 +137,55 @@ def test_a_killed_rank_is_told_in_one_line_with_its_log(tmp_path):
     assert len(lines) < 8
 
 
+ORPHANED = """
+# A sitecustomize of every rank: rank 1 dies in each attempt but the last, in which it kills the launcher
+import os, signal, threading, time
+from pathlib import Path
+
+began = time.time()
+
+def attack():
+    saved = set()  # the times of checkpoints of this attempt; the first one may be of its start
+    while len(saved) < 3:
+        times = {each.stat().st_mtime for each in Path(os.environ["LOGS"]).glob("*/rank-0.checkpoint")}
+        saved |= {each for each in times if each > began}
+        time.sleep(0.001)
+    last = os.environ["TORCHELASTIC_RESTART_COUNT"] == os.environ["TORCHELASTIC_MAX_RESTARTS"]
+    os.kill(os.getppid() if last else os.getpid(), signal.SIGKILL)
+
+if "RANK" in os.environ:
+    from amplab.lab import checkpoints
+    checkpoints.EVERY_SECONDS = 0.0
+if os.environ.get("RANK") == "1":
+    threading.Thread(target=attack, daemon=True).start()
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the signal at the end of the parent process is Linux's")
+def test_ranks_end_in_order_when_their_launcher_is_killed_after_a_restart(tmp_path):
+    (tmp_path / "sitecustomize.py").write_text(ORPHANED)
+    words = ["train", "--nproc", 2, "--max-restarts", 1, "--steps", 1_000_000, "--hidden=16", "--log", tmp_path]
+    settings = {"LOGS": f"{tmp_path}", "PYTHONPATH": f"{tmp_path}", "AMPLAB_KERNELS": "reference"}
+    with subprocess.Popen(
+        [sys.executable, "-m", "amplab", *map(str, words)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        env=os.environ | settings,
+    ) as process:
+        try:
+            said, _ = process.communicate(timeout=LIMIT)  # the ranks have the pipe, too
+        finally:
+            process.kill()
+    assert process.returncode == -signal.SIGKILL, said
+    assert "interrupted" in said
+    (checkpoint,) = tmp_path.glob("*/rank-0.checkpoint")
+    run = load_run(checkpoint.parent)
+    ends = [rank.end for rank in run.ranks]
+    assert [(end.state, end.steps) for end in ends] == [("closed", len(run.history))] * 2, said
+    assert 0 < read_run_state(checkpoint)["position"] <= len(run.history)
+
+
 def send_once_there_is(log: Path, what: signal.Signals) -> None:
     while not log.exists() or log.read_bytes().count(b"\n") < 2:
         time.sleep(0.01)

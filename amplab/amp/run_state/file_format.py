@@ -75,7 +75,7 @@ def write_run_state(path: Path, state: dict[str, Any]) -> None:
 
     def save(file: BinaryIO) -> None:
         with _checksums():
-            torch.save({_MARK: FORMAT, "amplab": __version__, "torch": str(torch.__version__), **state}, file)
+            _torch_save({_MARK: FORMAT, "amplab": __version__, "torch": str(torch.__version__), **state}, file)
 
     write_atomically(path, save)
 
@@ -170,16 +170,38 @@ def _checksums() -> Iterator[None]:
         torch.serialization.set_crc32_options(before)
 
 
+def _torch_save(state: dict[str, Any], file: BinaryIO) -> None:
+    """Call torch.save with the name of an empty open file.
+
+    To an open file torch writes by calling Python, also from a C++ destructor, where a KeyboardInterrupt aborts the
+    process. To a name it writes without Python.
+    """
+    name = str(file.name)
+    if not name.isascii() and os.name == "posix":
+        name = f"/dev/fd/{file.fileno()}"  # torch would open the file in Python
+    try:
+        torch.save(state, name)
+    except RuntimeError:
+        _raise_if_full(file)
+        raise
+
+
+def _raise_if_full(file: BinaryIO) -> None:
+    """Raise the OSError of a file that cannot grow: the error of torch does not say why."""
+    os.lseek(file.fileno(), 0, os.SEEK_END)
+    for _ in range(2):  # the first write may end where the space ends
+        os.write(file.fileno(), bytes(2**20))
+
+
 @contextlib.contextmanager
 def _disk_errors_named(path: Path) -> Iterator[None]:
-    """Let an error of the disk name ``path``, also where torch.save replaces it by "enforce fail … unexpected pos"."""
+    """Let an error of the disk name ``path``."""
     try:
         yield
-    except (OSError, RuntimeError) as error:
-        cause = error if isinstance(error, OSError) else error.__context__
-        if isinstance(cause, OSError) and cause.errno is not None:
-            raise OSError(cause.errno, cause.strerror, str(path)) from None
-        raise
+    except OSError as error:
+        if error.errno is None:
+            raise
+        raise OSError(error.errno, error.strerror, str(path)) from None
 
 
 def _listed(state: dict[Any, Any], limit: int = 6) -> str:

@@ -463,7 +463,9 @@ class CastCache:
         if weight.is_inference() or self._is_exposed(weight):
             self._entries.pop(key, None)
             return weight.to(dtype)
-        with torch.inference_mode(False), torch.enable_grad():
+        # Also enables grad. torch.inference_mode, interrupted in its Python code, ends when the traceback is freed, and
+        # restores all dispatch keys then, those of autocast and of dispatch modes included.
+        with torch._C._InferenceMode(False):
             copy = weight.to(dtype)
         self._entries[key] = (weakref.ref(weight), weight._version, weight.data_ptr(), weight.requires_grad, copy)
         return copy

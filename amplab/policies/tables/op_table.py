@@ -12,12 +12,14 @@ from __future__ import annotations
 
 import dataclasses
 import enum
-import functools
 from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
-from torch.overrides import resolve_name
+from torch._ops import OpOverload, OpOverloadPacket
+from torch.overrides import _get_overridable_functions
+
+from amplab.policies.kept_property import kept_property
 
 __all__ = ["CastPolicy", "OpRule", "OpTable", "absent", "resolve", "spelling_of", "unmarked"]
 
@@ -117,7 +119,7 @@ class OpTable:
         """Return the rows with the cast policy `cast`, in table order."""
         return tuple(row for row in self.rows if row.cast is cast)
 
-    @functools.cached_property
+    @kept_property
     def by_function(self) -> dict[Callable[..., Any], OpRule]:
         """Function object -> row, for the spellings that the installed torch has.
 
@@ -159,7 +161,10 @@ def spelling_of(func: Callable[..., Any]) -> str | None:
     >>> spelling_of(torch.mm), spelling_of(torch.Tensor.add), spelling_of(len)
     ('torch.mm', 'torch.Tensor.add', None)
     """
-    spelling = resolve_name(func)
+    # Not torch.overrides.resolve_name: it replaces the filters of warnings, and an interrupt leaves them replaced.
+    spelling = (
+        str(func) if isinstance(func, OpOverload | OpOverloadPacket) else _get_overridable_functions()[1].get(func)
+    )
     own = getattr(func, "__name__", "")
     return f"torch.{own}" if spelling is not None and getattr(torch, own, None) is func else spelling
 
