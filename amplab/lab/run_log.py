@@ -10,12 +10,13 @@ array is a step, in the order of "columns". An object is an event: a changed con
 was skipped, a histogram of the gradients, the bytes that training holds, a restart, or the scales of a step whose
 backwards had different ones; of one rank of several also its state, to compare the ranks, and "end", that the log was
 closed. Every line is valid JSON: NaN and inf are the words "nan", "inf" and "-inf", and a missing loss is null (up to
-format 2 it was "nan" too). Each line reaches the operating system as its step ends, so a killed process loses none; its
-last line may be cut off. On a disk that needs more than 0.2 ms for a write, steps are written together, with a pause of
-20 such times, at most `FLUSH_SECONDS`, between two writes; a killed process loses the steps of that pause. While a disk
-is full, up to `MOST_WAITING` lines wait in memory; what was written of them is removed before they are written
-again, so that no line in the middle is torn. A step takes about 95 bytes: a million steps are 95 MB, a histogram of the
-gradients adds 200 bytes and 50 for each parameter. `load_run` reads a million steps in about 5 seconds.
+format 2 it was "nan" too). Each step reaches the operating system as it ends, so a killed process loses none; its last
+line may be cut off. On a disk that needs more than 0.2 ms for a write, steps wait for a later step, which is written
+after at most `FLUSH_SECONDS`; a process that is killed before that, also in a long pause of its loop, loses those that
+wait. While a disk is full, up to `MOST_WAITING` lines wait in memory; what was written of them is removed before they
+are written again, so that no line in the middle is torn. A step takes about 95 bytes: a million steps are 95 MB, a
+histogram of the gradients adds 200 bytes and 50 for each parameter. `load_run` reads a million steps in about 5
+seconds.
 """
 
 from __future__ import annotations

@@ -45,8 +45,8 @@ __all__ = ["Bucket", "CombinedReducer", "bucket_ends"]
 
 _FEWEST = 2**20
 _MOST_BYTES = 24 * 2**20 * 4
-_DIGITS = 14  # of the number of steps; two numbers a digit, two more for the other notes: the padding has room for 31
-_NUMBERS = 2 + 2 * _DIGITS
+_DIGITS = 14  # of the number of steps; two numbers a digit, three more for the other notes: the padding has room for 31
+_NUMBERS = 3 + 2 * _DIGITS
 
 
 def bucket_ends(ends: Sequence[int], itemsize: int, replica_count: int) -> list[int]:
@@ -82,6 +82,7 @@ class _Notes(NamedTuple):
     Attributes:
         of_params: its parameters are others than those that were agreed on.
         of_values: its settings are others, it has a gradient that cannot be averaged, or its backward raised.
+        without_order: it has not recorded in which order the gradients of this backward arrived.
         zeros, ones: the last binary digits of the number of its steps, each in one of the two: two ranks that differ in
             a digit set it in both. A sum over ranks only shows which numbers are above 0, which holds in every dtype
             and for any number of ranks.
@@ -89,6 +90,7 @@ class _Notes(NamedTuple):
 
     of_params: bool = False
     of_values: bool = False
+    without_order: bool = False
     zeros: tuple[bool, ...] = (False,) * _DIGITS
     ones: tuple[bool, ...] = (False,) * _DIGITS
 
@@ -104,13 +106,14 @@ class _Notes(NamedTuple):
 
     def numbers(self) -> list[float]:
         """Return them as `_NUMBERS` numbers, 0.0 or 1.0."""
-        return [float(note) for note in (self.of_params, self.of_values, *self.zeros, *self.ones)]
+        notes = (self.of_params, self.of_values, self.without_order, *self.zeros, *self.ones)
+        return [float(note) for note in notes]
 
     @classmethod
     def heard(cls, numbers: Sequence[float]) -> Self:
         """Return the notes whose numbers were summed over ranks."""
-        params, values, *digits = (number > 0 for number in numbers)
-        return cls(params, values, tuple(digits[:_DIGITS]), tuple(digits[_DIGITS:]))
+        params, values, order, *digits = (number > 0 for number in numbers)
+        return cls(params, values, order, tuple(digits[:_DIGITS]), tuple(digits[_DIGITS:]))
 
 
 class Bucket:
@@ -356,7 +359,7 @@ class CombinedReducer:
             self._notes = _Notes()
             self._exchange_added()
             self._plan()
-        elif self._arrived is not None and self._recorded:
+        elif self._arrived is not None and self._recorded and not notes.without_order:
             self._schedule(self._arrived)
         self._end()
 
@@ -398,7 +401,8 @@ class CombinedReducer:
 
     def _told(self) -> list[float]:
         """Return the numbers of the notes of this rank."""
-        return self._notes._replace(of_values=self._notes.of_values or bool(self._problems)).numbers()
+        of_values = self._notes.of_values or bool(self._problems)
+        return self._notes._replace(of_values=of_values, without_order=not self._recorded).numbers()
 
     def _settle(self, notes: _Notes) -> None:
         """Compare what the notes ask for; raise if this rank has a problem that came too late for a note."""

@@ -1,10 +1,12 @@
 """An interrupt at any point of a block that casts: the next op is not cast, before any call of amplab and after one."""
 
+import contextlib
 from contextlib import contextmanager
 
 import pytest
 import torch
 from interrupts import PACKAGE, interrupted_everywhere
+from torch.nn import functional as F
 from torch.overrides import _get_current_function_mode_stack
 
 import amplab
@@ -195,6 +197,43 @@ def test_disabled_casts_of_an_installed_engine_end_with_their_block():
             assert product() is torch.float16, interrupt
     finally:
         ENGINE.uninstall()
+
+
+TORCH = contextlib.__file__, torch.overrides.__file__
+"""The files that handle a function written in Python: they take the modes off the stack and put them back."""
+
+
+@pytest.mark.parametrize("function", [F.dropout, F.log_softmax])
+def test_an_installed_engine_casts_on_after_an_interrupt_while_torch_has_its_mode(function):
+    def step():
+        function(X, 1)
+
+    ENGINE.install()
+    try:
+        modes, number = _get_current_function_mode_stack(), 0
+        for interrupt in interrupted_everywhere(step, folders=TORCH):
+            for _ in range(2):  # the second time after the suspended generators of torch have ended
+                assert thread_engines() == (ENGINE,), interrupt
+                assert _get_current_function_mode_stack() == modes, interrupt
+                assert product() is torch.float16, interrupt
+            number += 1
+        assert number > 10
+    finally:
+        ENGINE.uninstall()
+    assert _get_current_function_mode_stack() == []
+
+
+def test_an_interrupt_in_an_op_of_a_composite_stays_a_keyboard_interrupt():
+    attention = torch.nn.MultiheadAttention(2, 1)
+
+    def step():
+        with ENGINE.active():
+            attention(X[None], X[None], X[None])
+
+    step()
+    for interrupt in interrupted_everywhere(step, folders=TORCH):
+        assert interrupt.escaped, interrupt
+        assert_nothing_is_on(interrupt, cpu_half_mode())
 
 
 def test_the_next_call_after_an_interrupt_of_a_compiled_engine_ends_it():

@@ -1,5 +1,6 @@
 """Real signals, threads and forks: the casts of each thread and process are those of its own policies."""
 
+import contextlib
 import os
 import subprocess
 import sys
@@ -160,6 +161,49 @@ def forks(number):
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs os.fork")
 def test_a_forked_process_casts_as_the_thread_that_forked_it():
     assert forks(20) == ["0", "0"]
+
+
+FORK_WHILE_A_TABLE_IS_READ = """
+import os, threading, warnings
+warnings.simplefilter("ignore")
+import torch
+from amplab.policies import CastPolicy, OpRule, OpTable
+
+reading, read = threading.Event(), threading.Event()
+
+
+class Spellings(tuple):
+    def __iter__(self):
+        if threading.current_thread() is not threading.main_thread():
+            reading.set()
+            read.wait()
+        return super().__iter__()
+
+
+slow = OpTable("slow", (OpRule("mm", CastPolicy.FP32, "mm: a test", Spellings(["torch.mm"])),))
+other = OpTable("other", (OpRule("mm", CastPolicy.FP32, "mm: a test", ("torch.mm",)),))
+thread = threading.Thread(target=lambda: slow.rule(torch.mm))
+thread.start()
+reading.wait()
+pid = os.fork()
+if pid == 0:
+    other.rule(torch.mm)
+    os._exit(7)
+read.set()
+thread.join()
+print(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
+"""
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs os.fork")
+def test_a_process_forked_while_another_thread_reads_a_table_does_not_wait_for_that_thread():
+    command = [sys.executable, "-c", FORK_WHILE_A_TABLE_IS_READ]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, start_new_session=True) as process:
+        try:
+            assert process.communicate(timeout=60)[0].split() == ["7"]
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, 9)  # with a child that waits
 
 
 @pytest.mark.long

@@ -22,17 +22,17 @@ def initialized(model, optimizers, level="O0"):
     return session
 
 
-def said(function, *args):
+def said(function, *args, **arguments):
     """Return what a call raises, "" for nothing."""
     try:
-        function(*args)
+        function(*args, **arguments)
     except (RuntimeError, ValueError) as error:
         return f"{type(error).__name__}: {error}"
     return ""
 
 
-def averaged(session, optimizers, loss):
-    with session.scale_loss(loss, optimizers) as scaled_loss:
+def averaged(session, optimizers, loss, **arguments):
+    with session.scale_loss(loss, optimizers, **arguments) as scaled_loss:
         scaled_loss.backward()
 
 
@@ -76,6 +76,21 @@ def a_backward_that_raises_on_rank_1(rank, *, in_step):
         if not found[-1]:
             optimizer.step()
     assert model.first.weight.isfinite().all()
+    return found, [param.sum().item() for param in model.parameters()]
+
+
+def a_backward_without_averages_that_raises_on_rank_1(rank):
+    """Each step sums the gradients of two backwards. On rank 1 the first one of the first step raises."""
+    model = Wide()
+    optimizer = sgd(model.parameters())
+    session = initialized(model, optimizer)
+    found = []
+    for step in range(4):
+        for delayed in (True, False):
+            loss = model(torch.ones(2, 8), (rank, step, delayed) == (1, 0, True)).square().mean()
+            found.append(said(averaged, session, optimizer, loss, delay_unscale=delayed))
+        optimizer.step()
+        optimizer.zero_grad()
     return found, [param.sum().item() for param in model.parameters()]
 
 
@@ -125,6 +140,7 @@ def two_ranks(rank):
     return {
         "raises at first": a_backward_that_raises_on_rank_1(rank, in_step=0),
         "raises later": a_backward_that_raises_on_rank_1(rank, in_step=2),
+        "raises alone": a_backward_without_averages_that_raises_on_rank_1(rank),
         "same size": optimizers_in_another_order(rank, width=8),
         "other size": optimizers_in_another_order(rank, width=16),
         "buffers": optimizers_in_another_order(rank, width=16, buffers=True),
@@ -155,9 +171,17 @@ def test_a_backward_that_raises_on_one_rank_is_an_error_on_every_rank(found, whe
     assert weights == other_weights
 
 
+def test_a_rank_whose_backward_without_averages_raises_averages_what_it_has(found):
+    """It then sends in the backward, the other rank after it: they must not wait for each other's order of buckets."""
+    (first, weights), (second, other_weights) = found["raises alone"]
+    assert first == [""] * 8
+    assert second == ["ValueError: no such kernel"] + [""] * 7
+    assert weights == other_weights
+
+
 @pytest.mark.parametrize("sizes", ["same size", "other size"])
 def test_optimizers_in_another_order_are_refused_on_every_rank(found, sizes):
-    one, other = (rf"scale_loss for optimizer \d \(2 parameters, first models\[{index}\]\.weight\)" for index in (0, 1))
+    one, other = (rf"scale_loss for optimizer \d+ \(2 .*, first models\[{index}\]\.weight\)" for index in (0, 1))
     for said_in in found[sizes]:
         assert re.search(rf"this call is {one} on rank 0 and {other} on rank 1\.", said_in[2])
         assert re.search(rf"this call is {other} on rank 0 and {one} on rank 1\.", said_in[3])
@@ -173,7 +197,7 @@ def test_models_with_buffers_in_another_order_are_refused_on_every_rank(found):
 
 def test_an_optimizer_that_one_rank_leaves_out_is_named(found):
     for in_block, in_initialize in found["one of two"]:
-        assert re.search(r"0\.weight\) with optimizer \d \(2 parameters, first 1\.weight\) on rank 0 and ", in_block)
+        assert re.search(r"0\.weight\) with optimizer \d+ \(2 parameters, first 1\.weight\) on rank 0 and ", in_block)
         assert re.search(
             r"between ranks: the number of optimizers is 2 on rank 0 and 1 on rank 1\. Weights", in_initialize
         )

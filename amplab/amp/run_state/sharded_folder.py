@@ -168,8 +168,8 @@ def _make_folder(path: Path, partial: Path) -> None:
 
 
 def _put_in_place(path: Path, partial: Path) -> None:
-    shutil.rmtree(_previous(path), ignore_errors=True)
-    if path.exists():
+    if path.exists():  # else the previous folder is the only one
+        shutil.rmtree(_previous(path), ignore_errors=True)
         path.rename(_previous(path))
     os.replace(partial, path)
     shutil.rmtree(_previous(path), ignore_errors=True)

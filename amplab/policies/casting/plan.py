@@ -279,8 +279,7 @@ def _opening_run(composite: Callable[..., Any]) -> Run:
     def run(mode: CastingMode, func: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
         if floating_tensors((*args, *kwargs.values())) is None:  # a tensor subclass may have its own version
             return func(*args, **kwargs)
-        with mode:
-            return inside(*args, **kwargs)
+        return mode.run_inside(inside, args, kwargs)
 
     return run
 

@@ -130,7 +130,7 @@ class Scope:
         """Enter, until the block ends."""
         return self.enter(None if is_dynamo_compiling() else _getframe(1))
 
-    def __exit__(self, *_error: object) -> None:
+    def __exit__(self, _type: object = None, error: object = None, _traceback: object = None) -> None:
         """Leave; does nothing if the scope has ended already. Scopes may end in any order.
 
         If another thread calls it, for example because the garbage collector closes a generator there, the scope ends
@@ -138,6 +138,8 @@ class Scope:
         """
         try:
             self._leave()
+            if error is not None and not isinstance(error, Exception) and self._thread is not None:
+                self._thread.may_be_pushed_again = True  # by torch's own blocks, when the traceback is freed
         except BaseException:  # an interrupt; finish anyway
             self._leave()
             raise
@@ -170,7 +172,7 @@ class Scope:
                 self.places = frozenset((place,)) if by_hook else _block_at(frame.f_code, place)
         try:
             thread = self._thread = THREAD.own
-            if thread.scopes or thread.may_be_pushed_again:
+            if thread.scopes or thread.installed or thread.may_be_pushed_again:
                 thread.drop_ended()
             self._begin(thread)
             if by_hook or self.places:  # else entered by a call, such as ExitStack.enter_context
@@ -339,8 +341,12 @@ class CastingThread:
 
     def drop_ended(self) -> None:
         """Leave the scopes whose call or block has ended, since their own exit has not run."""
-        if (not self.scopes and not self.may_be_pushed_again) or is_dynamo_compiling():
+        if not (self.scopes or self.installed or self.may_be_pushed_again) or is_dynamo_compiling():
             return
+        if self.installed:
+            self._put_back_installed()
+            if not (self.scopes or self.may_be_pushed_again):
+                return
         if not (self.may_be_pushed_again or self.left_elsewhere) and self.scopes[-1].is_running_block():
             return
         self.left_elsewhere = False
@@ -350,6 +356,18 @@ class CastingThread:
             for mode in [mode for mode in function_modes() if isinstance(mode, CastingMode) and mode.withdrawn]:
                 remove(mode)
                 self.may_be_pushed_again = False
+
+    def _put_back_installed(self) -> None:
+        """Put each installed mode on the stack once, unless it handles a call.
+
+        For functions written in Python, torch takes a mode off the stack and puts it back in a `with` block. If an
+        interrupt ends that block, the mode is off for good, or it is put back when the traceback is freed.
+        """
+        modes = function_modes()
+        for mode in self.installed:
+            if isinstance(mode, CastingMode) and modes.count(mode) != 1 and not mode.is_handling():
+                remove(mode)
+                insert_above_device(mode)
 
     def refresh(self, *, without: Scope | None = None) -> None:
         """Set all switches again from the open scopes, `without` one that ends now."""
@@ -429,7 +447,7 @@ class CastingThread:
 
 
 def _casts(mode: TorchFunctionMode) -> bool:
-    return isinstance(mode, CastingMode) and mode.live and mode.engine.policy.table is not None
+    return isinstance(mode, CastingMode) and mode.live and not mode.withdrawn and mode.engine.policy.table is not None
 
 
 class _Threads(threading.local):
@@ -566,6 +584,27 @@ class CastingMode(PreDispatchTorchFunctionMode):
         """Cast nothing until the next plan."""
         self.plan, self.has_ended, self.watched = NO_PLAN, None, None
 
+    def is_handling(self) -> bool:
+        """Whether the calling thread runs a call that this mode handles; torch takes it off the stack meanwhile."""
+        caller: FrameType | None = _getframe(1)
+        while caller is not None:
+            if caller.f_code is _HANDLER and caller.f_locals["self"] is self:
+                return True
+            caller = caller.f_back
+        return False
+
+    def run_inside(self, inside: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Return `inside(*args, **kwargs)`, computed with this mode on the stack while it handles the call."""
+        if is_dynamo_compiling():
+            with self:
+                return inside(*args, **kwargs)
+        modes = function_modes()
+        try:  # not `with self`, which takes off the topmost mode: an interrupted op may have lost a mode
+            _push_on_torch_function_stack(self)
+            return inside(*args, **kwargs)
+        finally:
+            set_function_modes(modes)
+
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
@@ -582,10 +621,12 @@ class CastingMode(PreDispatchTorchFunctionMode):
         return step(self, func, args, kwargs or {})
 
 
+_HANDLER = CastingMode.__torch_function__.__code__
+
 # torch.compile traces the casts as a part of a graph. Between graphs it must not trace them as one of their own: there
 # it takes the dtype that `tensor.dtype` returns for an integer.
 eval_frame.set_code_exec_strategy(
-    CastingMode.__torch_function__.__code__,
+    _HANDLER,
     eval_frame._FrameExecStrategy(eval_frame._FrameAction.SKIP, eval_frame._FrameAction.DEFAULT),
 )
 
@@ -608,9 +649,11 @@ def insert_above_device(mode: TorchFunctionMode) -> None:
 
 def remove(mode: TorchFunctionMode) -> bool:
     """Remove `mode` from this thread's stack, at any depth, and return whether it was there."""
-    depth = _len_torch_function_stack()
-    if depth and _get_function_stack_at(depth - 1) is mode:
+    depth = top = _len_torch_function_stack()
+    while top and _get_function_stack_at(top - 1) is mode:
         _pop_torch_function_stack()
+        top -= 1
+    if top < depth:
         return True
     modes = function_modes()
     others = [other for other in modes if other is not mode]

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from amplab.formats import FloatFormat
+from amplab.policies.kept_property import kept_property
 from amplab.policies.policy.module_rules import ModuleRule, checked_module_rules
 from amplab.policies.policy.op_overrides import OpOverride, op_overrides, rules_by_function, rules_of_policy
 from amplab.policies.policy.policy_rows import PolicyRows, policy_rows
@@ -185,13 +186,13 @@ class PrecisionPolicy:
         _, override = self._overrides.get(func, (None, None))
         return self.compute_dtype if override is None else override.precision or self.compute_dtype
 
-    @functools.cached_property
+    @kept_property
     def by_function(self) -> dict[Callable[..., Any], OpRule]:
         """Function object -> row; rows from user rules replace the rows of the table."""
         listed = {} if self.table is None else self.table.by_function
         return listed | {func: row for func, (row, _) in self._overrides.items()}
 
-    @functools.cached_property
+    @kept_property
     def _overrides(self) -> dict[Callable[..., Any], tuple[OpRule, OpOverride]]:
         return rules_by_function(self.op_rules, self.table)
 

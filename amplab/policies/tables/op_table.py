@@ -12,13 +12,14 @@ from __future__ import annotations
 
 import dataclasses
 import enum
-import functools
 from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
 from torch._ops import OpOverload, OpOverloadPacket
 from torch.overrides import _get_overridable_functions
+
+from amplab.policies.kept_property import kept_property
 
 __all__ = ["CastPolicy", "OpRule", "OpTable", "absent", "resolve", "spelling_of", "unmarked"]
 
@@ -118,7 +119,7 @@ class OpTable:
         """Return the rows with the cast policy `cast`, in table order."""
         return tuple(row for row in self.rows if row.cast is cast)
 
-    @functools.cached_property
+    @kept_property
     def by_function(self) -> dict[Callable[..., Any], OpRule]:
         """Function object -> row, for the spellings that the installed torch has.
 

@@ -1,5 +1,8 @@
 """A sharded run saved by two ranks: it continues bitwise on two ranks, and loads bitwise on one and on three."""
 
+import os
+from unittest import mock
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -79,6 +82,7 @@ def saves_and_continues(rank, folder):
         torch.save(saved, folder / f"{name}_{rank}.pt")
     found["apex"] = apex(folder / "apex", rank)
     found["refused"] = refused(folder)
+    found["kept"] = position_after_two_failed_renames(rank, folder)
     return found
 
 
@@ -129,6 +133,26 @@ def refused(folder):
     return messages, equal(before, bits(model, optimizer, scaler)), (folder / "bad").exists()
 
 
+def position_after_two_failed_renames(rank, folder):
+    """Save 1, end between the two renames of the next save, and fail before the second rename of another one."""
+    model, _, _ = new_run("SGD")
+    path = folder / "kept"
+    amp.save_run_state(path, model=model, position=1)
+    if rank == 0:
+        path.rename(folder / "kept.previous")
+    dist.barrier()
+    replace = os.replace
+
+    def fails(source, target):
+        if target == path:
+            raise OSError("no second rename")
+        replace(source, target)
+
+    with mock.patch("os.replace", fails), pytest.raises((OSError, amp.RunStateError), match="no second rename"):
+        amp.save_run_state(path, model=model, position=2)
+    return amp.load_run_state(path, model=model).position
+
+
 def loads(rank, folder):
     return {name: loaded(folder, name, rank if rank < 2 else 0) for name in CASES}
 
@@ -168,6 +192,10 @@ def test_what_does_not_fit_is_refused_on_every_rank(saved):
         assert ("rank 1" in bad) == (rank == 0)
         assert unchanged
         assert not exists
+
+
+def test_a_save_keeps_the_folder_of_an_interrupted_rename_until_its_own_is_in_place(saved):
+    assert [each["kept"] for each in saved] == [1, 1]
 
 
 @pytest.mark.usefixtures("saved")
