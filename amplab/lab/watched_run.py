@@ -1,11 +1,15 @@
 """The header of a run log for a run that was watched, not trained by the lab.
 
 watched/1 model=Seq2Seq optimizer=Adam scaling=apex opt_level=O1
+
+Whitespace in a name, which a class that code has made can have, is percent-encoded.
 """
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, fields
+from urllib.parse import quote, unquote
 
 from amplab.diagnose.remedies.api_styles import ApiStyle
 
@@ -15,6 +19,7 @@ NO_LEVEL = "–"
 """The opt_level of a run without one."""
 
 _START = "watched/1"
+_LONGEST_NAME = 1000
 
 
 @dataclass(frozen=True)
@@ -37,8 +42,8 @@ class WatchedRun:
     opt_level: str = NO_LEVEL
 
     def __str__(self) -> str:
-        """Return the form that `parse` reads."""
-        return " ".join([_START, *(f"{each.name}={getattr(self, each.name)}" for each in fields(self))])
+        """Return the form that `parse` reads, with names of at most `_LONGEST_NAME` characters."""
+        return " ".join([_START, *(f"{each.name}={_encoded(getattr(self, each.name))}" for each in fields(self))])
 
     @classmethod
     def parse(cls, text: str) -> WatchedRun:
@@ -48,7 +53,7 @@ class WatchedRun:
             ValueError: it is not the header of a watched run.
         """
         start, *words = text.split()
-        pairs = dict(word.split("=", 1) for word in words if "=" in word)
+        pairs = {name: unquote(value) for name, is_pair, value in (word.partition("=") for word in words) if is_pair}
         fits = start == _START and set(pairs) == {each.name for each in fields(cls)}
         if not fits or pairs["scaling"] not in [*ApiStyle]:
             raise ValueError(f"{text!r}: expected the header of a watched run, such as {cls('Net', 'Adam', 'apex')}.")
@@ -58,3 +63,7 @@ class WatchedRun:
     def is_header(cls, text: str) -> bool:
         """Whether a header is that of a watched run."""
         return text.startswith("watched/")
+
+
+def _encoded(name: str) -> str:
+    return re.sub(r"[%\s]", lambda found: quote(found[0]), name[:_LONGEST_NAME])

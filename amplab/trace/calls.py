@@ -16,6 +16,7 @@ from torch.overrides import TorchFunctionMode
 
 from amplab.policies import APEX, CastPolicy
 from amplab.policies.casting.plan import COMPOSITES, opened
+from amplab.policies.casting.thread_scopes import remove
 from amplab.trace.lines import CodeLine, user_line
 from amplab.trace.modules import ModuleStack
 
@@ -67,6 +68,10 @@ class Calls(TorchFunctionMode):
             return func(*args, **kwargs) if kwargs else func(*args)
         finally:
             self.name, self.autocast, self.line = before
+
+    def __exit__(self, *_error: object) -> None:
+        """Leave the stack of modes, from which an interrupted function of torch may have taken this mode already."""
+        remove(self)
 
     @contextmanager
     def named(self, name: str) -> Iterator[None]:

@@ -74,11 +74,12 @@ class DashboardPage:
         return exponent(self.figure("scale"))
 
     def wait_for_step(self, least: int) -> None:
-        """Wait until at least `least` steps are done and drawn."""
-        self.lab.page.wait_for_function(
-            "([figure, least]) => Number(figure.innerText.replaceAll(',', '')) >= least",
-            arg=[self.root.locator("[data-figure=step]").element_handle(), least],
-        )
+        """Wait until at least `least` steps are done and drawn; the page may replace the figure meanwhile."""
+        for _ in range(300):
+            if self.step >= least:
+                return
+            self.lab.page.wait_for_timeout(100)
+        raise AssertionError(f"{self.step} steps are done after 30 seconds, expected at least {least}")
 
     def wait_for_state(self, state: str) -> None:
         """Wait until the first button shows that the experiment runs (Pause) or not (Start)."""

@@ -236,6 +236,14 @@ def test_an_interrupt_in_an_op_of_a_composite_stays_a_keyboard_interrupt():
         assert_nothing_is_on(interrupt, cpu_half_mode())
 
 
+def test_a_region_of_torch_that_is_left_reports_to_a_mode_that_is_off_already():
+    """In an interrupted step the report to an inner mode may end the scope of an outer one, which comes next."""
+    with ENGINE.active(), BFLOAT16.active():
+        modes = _get_current_function_mode_stack()
+    for mode in modes:
+        assert mode.__torch_function__(torch.amp.autocast_mode._exit_autocast, [], ()) is None
+
+
 def test_the_next_call_after_an_interrupt_of_a_compiled_engine_ends_it():
     """The engine in C++ looks at no Python frame, so it is the next call of amplab that finds what has ended."""
     half_mode, compiled = cpu_half_mode(), CompiledEngine()

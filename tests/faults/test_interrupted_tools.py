@@ -223,6 +223,17 @@ def test_an_interrupted_tool_leaves_nothing_on(tool, every):
     check(tool, every, SETS_UP_OR_ENDS)
 
 
+def test_an_interrupt_in_which_torch_loses_a_mode_stays_a_keyboard_interrupt():
+    model = nn.Sequential(nn.Linear(8, 3), nn.Dropout(0.5), nn.LogSoftmax(-1))
+
+    def look():
+        amplab.xray(model, (X, TARGET), loss=nn.NLLLoss())
+
+    handlers = ["_pop_mode", "_push_mode", "_pop_mode_temporarily"]
+    for interrupt in interrupted_everywhere(look, folders=[torch.overrides.__file__], functions=handlers):
+        assert interrupt.escaped, interrupt
+
+
 def test_hooks_are_removed_whatever_the_interrupt_of_their_registration_has_lost():
     """Before, a hook stayed whose registration was interrupted before the line that stored its handle."""
     model = nn.Sequential(nn.Linear(2, 2), nn.ReLU())

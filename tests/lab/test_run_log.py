@@ -131,6 +131,14 @@ def test_a_missing_loss_is_null_in_the_log(tmp_path):
     assert load_run(tmp_path / "told.jsonl").history.missing_losses() == {0}
 
 
+@pytest.mark.parametrize("name", ["Net(dim=3, p=2)", "Net[int,\u2028str] 50%20x opt_level=O1", "N" * 70_000])
+def test_a_log_of_a_class_with_any_name_loads(tmp_path, name):
+    log = RunLog(tmp_path / "run.jsonl", WatchedRun(name, "Adam(a=1, b=2)", "apex", "O2"))
+    log.append(RECORDS[0])
+    log.close()
+    assert load_run(log.path).config == WatchedRun(name[:1000], "Adam(a=1, b=2)", "apex", "O2")
+
+
 def test_the_scales_of_a_step_come_back_in_a_line_of_their_own(tmp_path):
     log = RunLog(tmp_path / "run.jsonl", CONFIG)
     mixed = MixedScales(0, (65536.0, 2.0**-149, math.inf))

@@ -15,6 +15,7 @@ from torch.utils.checkpoint import checkpoint
 from amplab import amp
 from amplab.parallel.combined_reducer import bucket_ends
 from amplab.parallel.ranks import on_this_rank_alone
+from amplab.policies import PrecisionPolicy
 
 FEATURES = 16
 COMBINED = {"combine_grad": True, "combine_ddp": True}
@@ -275,6 +276,7 @@ def settings_that_differ(rank):
         "lr": said(own={"lr": (0.1, 0.2)[rank]}),
         "class": said(optimizer=(torch.optim.SGD, torch.optim.Adam)[rank]),
         "buckets": said(ddp_replica_count=(4, 8)[rank]),
+        "policy": said(policy=PrecisionPolicy(op_rules={"softmax": ("float32", "bfloat16")[rank]})),
         "equal": said(own={"lr": (1, torch.tensor(1.0))[rank]}, verbosity=0),
         "equal scale": said(loss_scale=(128, "128.0")[rank]),
     }
@@ -610,6 +612,7 @@ def test_what_cannot_be_averaged_is_refused_on_every_rank(found, check, said):
         ("lr", r"the optimizer's param_groups\[0\]\['lr'\] is 0\.1 on rank 0 and 0\.2 on rank 1\."),
         ("class", r"the optimizer is torch.optim.sgd.SGD on rank 0 and torch.optim.adam.Adam on rank 1\. "),
         ("buckets", r"ddp_replica_count is 4 on rank 0 and 8 on rank 1\."),
+        ("policy", r"policy is .*float32 on rank 0 and .*bfloat16 on rank 1\."),
     ],
 )
 def test_settings_that_differ_are_refused_on_every_rank(found, setting, said):

@@ -15,6 +15,7 @@ from amplab.amp.arguments import checked_flag
 from amplab.formats import LOW_PRECISION_DTYPES
 from amplab.optimizers import FusedOptimizer
 from amplab.parallel.shards import is_fully_sharded
+from amplab.policies import PrecisionPolicy
 from amplab.scalers import ScaleRule
 
 __all__ = [
@@ -204,14 +205,19 @@ def checked_combined_ddp(
 
 
 def settings_in_common(
-    properties: OptProperties, rule: ScaleRule, num_losses: int, optimizers: Sequence[Optimizer]
+    properties: OptProperties,
+    rule: ScaleRule,
+    num_losses: int,
+    optimizers: Sequence[Optimizer],
+    policy: PrecisionPolicy | None,
 ) -> dict[str, str]:
     """Return what all ranks of ``combine_ddp`` must have in common, besides their models: values as text, by name.
 
-    That is the level and its overrides, the rule of the loss scale, and of each optimizer the class and the settings of
-    each parameter group. Optimizer state and ``policy`` are not compared. Sync: one for each setting on a device.
+    That is the level and its overrides, the policy, the rule of the loss scale, and of each optimizer the class and the
+    settings of each parameter group. Optimizer state is not compared. Sync: one for each setting on a device.
     """
     common = {field.name: _as_text(getattr(properties, field.name)) for field in dataclasses.fields(properties)}
+    common["policy"] = str(policy)
     if properties.loss_scale == "dynamic":
         common["the rule of the loss scale"] = repr(rule)
     common["num_losses"] = str(num_losses)

@@ -43,10 +43,11 @@ def meet_torch_region(
         args: device type, dtype, enabled and cache_enabled of a region that is entered.
         uncast: device type -> the engine that casts nothing there.
     """
-    if mode not in function_modes():  # a traced graph calls `func`: it is no report
+    is_exit = func is torch.amp.autocast_mode._exit_autocast
+    if args if is_exit else mode not in function_modes():  # a traced graph calls `func`: it is no report
         return func(*args)
     nesting = torch_nesting()
-    if func is torch.amp.autocast_mode._exit_autocast:
+    if is_exit:
         _leave_above(int(nesting))
     elif not args[2] and (casting_engine(args[0]) is not None or not THREAD.own.modes):
         _enter_disabled(uncast(args[0]), int(nesting))
