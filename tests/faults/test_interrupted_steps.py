@@ -1,6 +1,7 @@
 """An interrupt at any point of a training step: the step after it is bitwise right, and `reset` leaves nothing on."""
 
 import copy
+import inspect
 
 import pytest
 import torch
@@ -158,3 +159,56 @@ def first_use(param):
     UNSCALER[0] = Unscaler()
     param.grad = torch.full((4,), 8.0)
     UNSCALER[0].unscale_([param], 2.0)
+
+
+def scaler_step():
+    """A function that does one step with GradScaler."""
+    model = nn.Linear(8, 3)
+    optimizer, scaler = torch.optim.SGD(model.parameters(), lr=0.1), amp.GradScaler("cpu")
+
+    def step():
+        try:
+            scaler.scale(F.cross_entropy(model(X), TARGET)).backward()
+            scaler.step(optimizer)
+            scaler.update()
+        finally:
+            optimizer.zero_grad()
+
+    return step
+
+
+def scale_loss_step():
+    """A function that does one step with scale_loss at O1."""
+    training = Training(opt_level="O1")
+
+    def step():
+        try:
+            training.stepped()
+        finally:
+            training.optimizer.zero_grad()
+
+    return step
+
+
+GRAD_MODE = torch.autograd.grad_mode, torch.optim.Optimizer, torch.utils._contextlib
+"""What turns grad mode off and on in a step."""
+
+
+@pytest.mark.parametrize("make", [scaler_step, scale_loss_step])
+def test_gradients_are_on_after_an_interrupt_in_torchs_own_blocks(make):
+    step, number = make(), 0
+    step()
+    for interrupt in interrupted_everywhere(step, folders=[inspect.getfile(each) for each in GRAD_MODE]):
+        X + 1  # at O1 an op finds out that the step has ended
+        assert torch.is_grad_enabled(), interrupt
+        number += 1
+    assert number > 50
+
+
+def test_a_step_that_ends_in_a_block_without_gradients_leaves_them_off():
+    step = scale_loss_step()
+    step()
+    with torch.no_grad():
+        interrupted(step, 1)
+        X + 1
+        assert not torch.is_grad_enabled()

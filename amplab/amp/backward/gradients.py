@@ -71,7 +71,7 @@ Reached = TypeVar("Reached", bound=ReachedGradients)
 
 
 class ScaledBackward(Generic[Reached]):
-    """One backward of a scaled loss. If its block raises, every gradient is restored.
+    """One backward of a scaled loss. If its block raises, every gradient is restored, and so is grad mode.
 
     Args:
         reached: the gradients of each optimizer whose parameters the backward reaches.
@@ -86,6 +86,7 @@ class ScaledBackward(Generic[Reached]):
         self._saved: list[SetAside] = []
         self._begun: list[Reached] = []
         self._params: list[Tensor] = []
+        self._grad_enabled = torch.is_grad_enabled()
         self.aside: list[tuple[Reached, list[SetAside]]] = []
 
     def __enter__(self) -> Self:
@@ -130,6 +131,7 @@ class ScaledBackward(Generic[Reached]):
                 grad.mul_(factor.to(grad.device) if isinstance(factor, Tensor) else factor)
 
     def _put_back(self) -> None:
+        torch.set_grad_enabled(self._grad_enabled)  # an interrupted block of torch.no_grad may have lost its end
         for param in self._params:
             param.grad = None
         put_back(self._saved)

@@ -12,6 +12,8 @@ import threading
 from dis import opmap
 from types import FrameType
 
+import torch
+
 from amplab.policies.casting.thread_scopes import is_running
 
 __all__ = ["UnfinishedIteration"]
@@ -30,17 +32,21 @@ class UnfinishedIteration:
 
     def __init__(self) -> None:
         self.in_call = self.was_in_call = False
+        self._grad_enabled = True
         self._caller: FrameType | None = None
         self._thread = 0
 
     def __enter__(self) -> None:
         self.was_in_call, self.in_call = self.in_call, True
+        self._grad_enabled = torch.is_grad_enabled()
 
     def __exit__(self, kind: type[BaseException] | None, _error: object, _traceback: object) -> None:
         if kind is None:
             self.in_call = False
         elif issubclass(kind, Exception):
             self.in_call = self.was_in_call
+        else:
+            torch.set_grad_enabled(self._grad_enabled)  # an interrupted block of torch.no_grad may have lost its end
 
     def called_by(self, caller: FrameType | None) -> None:
         """Keep the frame that calls the scaler, with its variables, for `between_calls`; None ends the iteration."""

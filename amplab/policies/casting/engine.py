@@ -178,8 +178,8 @@ class CastingEngine:
 
     @staticmethod
     def drop_ended_scopes() -> None:
-        """Leave the scopes of the calling thread that have ended, and update the plans of its modes."""
-        THREAD.own.drop_ended()
+        """Before an op: leave the scopes of the calling thread that have ended, and update the plans of its modes."""
+        THREAD.own.drop_ended(before_op=True)
 
     @staticmethod
     def meet_torch_region(mode: CastingMode, func: Callable[..., Any], args: tuple[Any, ...]) -> Any:

@@ -7,6 +7,8 @@ The code at either end may not run: torch skips the hook after a call that is in
 before the first line of `__exit__`. Therefore every scope stores the frame that it ends with. The scope of a call has
 ended when that frame no longer runs, that of a block when the frame executes an instruction outside of the block.
 `CastingThread.drop_ended` removes such scopes when scopes are entered or read, and before each op that a mode sees.
+A mode that finds this out casts nothing from this op on. torch puts it back on the stack after the op, so that it is
+removed by the next call of amplab.
 
 A mode looks up each op in its plan. Everything that changes what a mode does replaces the plan.
 """
@@ -104,6 +106,7 @@ class Scope:
         watched: the frame that ops look at: `frame` for a block, its caller for a call; None if they do not look.
         places: the instructions of `watched` that it executes while the scope is open. A call may have ended there,
             too: `has_ended` is exact.
+        grad_enabled: whether grad mode was on when a hook entered the scope; None for a block.
     """
 
     mode: CastingMode | CompiledMode | None = None
@@ -111,6 +114,7 @@ class Scope:
     by_hook = False
     watched: FrameType | None = None
     places: frozenset[int] = _NOWHERE
+    grad_enabled: bool | None = None
     _thread: CastingThread | None = None
     _outer: _Switches | None = None
     _left = False
@@ -170,6 +174,8 @@ class Scope:
             if self.watched is not None:
                 place = self.watched.f_lasti
                 self.places = frozenset((place,)) if by_hook else _block_at(frame.f_code, place)
+            if by_hook:
+                self.grad_enabled = torch.is_grad_enabled()
         try:
             thread = self._thread = THREAD.own
             if thread.scopes or thread.installed or thread.may_be_pushed_again:
@@ -339,8 +345,13 @@ class CastingThread:
         self.may_be_pushed_again = self.left_elsewhere = False
         self.flagged: bool | None = False
 
-    def drop_ended(self) -> None:
-        """Leave the scopes whose call or block has ended, since their own exit has not run."""
+    def drop_ended(self, *, before_op: bool = False) -> None:
+        """Leave the scopes whose call or block has ended, since their own exit has not run.
+
+        Args:
+            before_op: whether a mode calls it before the first op after such a call. Then grad mode, too, becomes what
+                it was before the call: an interrupt may have ended a block of `torch.no_grad` in torch's own code.
+        """
         if not (self.scopes or self.installed or self.may_be_pushed_again) or is_dynamo_compiling():
             return
         if self.installed:
@@ -350,8 +361,11 @@ class CastingThread:
         if not (self.may_be_pushed_again or self.left_elsewhere) and self.scopes[-1].is_running_block():
             return
         self.left_elsewhere = False
-        for scope in [scope for scope in reversed(self.scopes) if scope.has_ended()]:
+        ended = [scope for scope in reversed(self.scopes) if scope.has_ended()]
+        for scope in ended:
             scope.leave()
+        if before_op and ended and ended[-1].grad_enabled is not None and not torch.is_inference_mode_enabled():
+            torch.set_grad_enabled(ended[-1].grad_enabled)
         if self.may_be_pushed_again:
             for mode in [mode for mode in function_modes() if isinstance(mode, CastingMode) and mode.withdrawn]:
                 remove(mode)
