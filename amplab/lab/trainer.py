@@ -554,13 +554,14 @@ class Trainer:
     # Any thread, under the lock
 
     def _refuse_unless_alive(self, call: str) -> None:
+        self._worker.refuse_at_end()
         if self._state in ("stopped", "failed"):
             raise RuntimeError(f"{call}: the run has {self._state}; call reset() to start again.")
 
     def _enter(self, state: str, note: str = "", *, again: bool = False) -> None:
         if self._state != state or again:
+            self._worker.post(partial(self._announce, state, note))  # first: Ctrl-C leaves no state without a thread
             self._state = state
-            self._worker.post(partial(self._announce, state, note))
 
     def _request(self, name: str, answer: Callable[[], Event]) -> None:
         def publish() -> None:
@@ -569,8 +570,8 @@ class Trainer:
 
         with self._lock:
             if name not in self._requests:
+                self._worker.post(publish)  # first: Ctrl-C leaves no name that is never answered
                 self._requests.add(name)
-                self._worker.post(publish)
 
     # The trainer's thread, between two steps
 
@@ -937,6 +938,7 @@ def _stop_all() -> None:
     for trainer in list(_LIVE):
         if trainer.state == "running":
             trainer.stop()
+        trainer.stop_comparison()
         trainer._worker.end(_EXIT_SECONDS)  # a paused trainer may be answering a request
 
 
