@@ -275,21 +275,13 @@ class Experiment:
 
         Raises:
             ValueError: A changed field needs new weights, or the batch is larger than the training set.
+            Exception: What the session or an optimizer of one's own raises. The experiment is then as before.
         """
         old = self._config
         self.check_switch(old, config)
         self._last = None
         if any(getattr(old, name) != getattr(config, name) for name in _SESSION_FIELDS):
-            keeps_scale = old.is_dynamic and config.is_dynamic and old.init_scale == config.init_scale
-            kept = self._session.state_dict() if keeps_scale else None
-            self._session.reset()
-            if old.optimizer != config.optimizer:
-                self._build_optimizers(config)
-            self._initialize(config)
-            if kept is not None:
-                if old.opt_level != config.opt_level:
-                    kept = _without_collapsed(kept, config.init_scale)
-                self._session.load_state_dict(_with_upper_limit(kept, config.max_loss_scale))
+            self._switch_session(old, config)
             self._loss_scale = self._lowest_scale()
             self._measure_memory_until = self._step + 2
             self._rerun = StepRerun(self._model, None, self._loss_again, self._session)  # of the level's buffers
@@ -352,8 +344,8 @@ class Experiment:
         if self._task.score is None:
             return None
         modes = [(module, module.training) for module in self._model.modules()]
-        self._model.eval()
         try:
+            self._model.eval()
             with torch.no_grad(), self._session.casting(), self._task.random_states_kept():
                 self._task.seed_forward(self._step, len(self._task.losses))
                 return self._task.measure(self._model)
@@ -674,6 +666,25 @@ class Experiment:
             on_collapse="warn",
             **_settings(config),
         )
+
+    def _switch_session(self, old: ExperimentConfig, new: ExperimentConfig) -> None:
+        """Begin the session again with the settings of another config; if it raises, with those of the old one."""
+        state, optimizers = self._session.state_dict(), (self._optimizers, self._names, self._rates)
+        self._session.reset()
+        try:
+            if old.optimizer != new.optimizer:
+                self._build_optimizers(new)
+            self._initialize(new)
+        except Exception:
+            self._session.reset()
+            self._optimizers, self._names, self._rates = optimizers
+            self._initialize(old)
+            self._session.load_state_dict(state)
+            raise
+        if old.is_dynamic and new.is_dynamic and old.init_scale == new.init_scale:
+            if old.opt_level != new.opt_level:
+                state = _without_collapsed(state, new.init_scale)
+            self._session.load_state_dict(_with_upper_limit(state, new.max_loss_scale))
 
     def _lowest_scale(self) -> float:
         return min(self._session.loss_scale(loss_id) for loss_id in range(len(self._task.losses)))

@@ -137,6 +137,7 @@ class Trainer:
         self._requests: set[str] = set()  # that wait in the queue
         self._speed: float | None = None
         self._due = 0.0  # when the next step may begin, by time.monotonic()
+        self._is_broken = False  # whether the present run has failed; a reset has changed the state already
         self._has_reported_kernels = self._has_reported_buffers = False
         self._nonfinite_buffers: tuple[str, ...] = ()
         kernels.ensure(on_report=_no_warning)
@@ -664,18 +665,29 @@ class Trainer:
         previous, step = self.config, len(self.history)
         if config == previous:
             return
+        try:
+            self._experiment.switch(config)
+        except Exception:  # noqa: BLE001 - as an optimizer of one's own that cannot be built; the run goes on
+            self._wanted = previous
+            text = f"{_in_words(previous, config)}: not possible; the run is not changed.\n{traceback.format_exc()}"
+            self._publisher.publish(Failed(text, attempted=True))
+            return
         if is_undo:
             self._wanted = config
         else:
             self._changes.record(_in_words(previous, config), partial(self._switch, previous, is_undo=True))
-        self._experiment.switch(config)
         self._explainer.examine_next()
         self._store.change(config, previous, step=step)
         self._publisher.publish(ConfigChanged(config, previous, step))
 
     def _rebuild(self, config: ExperimentConfig, name: str | None = None, *, is_undo: bool = False) -> None:
         previous, steps = self.config, len(self.history)
-        experiment = Experiment(config, exchange=self._exchange)
+        try:
+            experiment = Experiment(config, exchange=self._exchange)
+        except Exception:  # noqa: BLE001 - as a task without its data; the present run is whole
+            self._wanted = previous
+            self._end_in_failure(f"The new run cannot begin; a reset keeps the present one.\n{traceback.format_exc()}")
+            return
         replaced = self._retire()
         if not is_undo:
             text = ", ".join(filter(None, [f"Reset at step {steps:,}" if steps else "", _in_words(previous, config)]))
@@ -698,7 +710,7 @@ class Trainer:
         """Train another experiment from now on."""
         self._name, self._experiment, self._store = name, experiment, store
         self._explainer = self._new_explainer()
-        self._has_reported_buffers = False
+        self._is_broken = self._has_reported_buffers = False
         self._nonfinite_buffers = experiment.nonfinite_buffers()
         self._publisher.forget_run()
         self._memory = None
@@ -709,7 +721,7 @@ class Trainer:
         self._store.close()
         if not len(self.history):
             return None
-        error = "Training failed." if self._state == "failed" else ""
+        error = "Training failed." if self._is_broken else ""
         kept = self._kept.keep(self._name, self.config, self._store, self._experiment, error=error)
         self._worker.post(partial(self._measure, kept))
         return kept
@@ -726,6 +738,7 @@ class Trainer:
         self._present(run.name, run.experiment, run.store, previous)
         with self._lock:
             self._wanted = self.config
+            self._is_broken = bool(run.error)
             if self._state != "running" or run.error:
                 self._enter("failed" if run.error else "paused", again=True)
 
@@ -895,12 +908,16 @@ class Trainer:
             self._publisher.publish(Failed(f"{what}\n{traceback.format_exc()}", attempted=True))
 
     def _fail(self, text: str) -> None:
+        self._is_broken = True
+        self._end_in_failure(f"The run failed at step {len(self.history)}.\n{text}")
+
+    def _end_in_failure(self, text: str) -> None:
         if self._exchange is not None:
             self._exchange.is_over = True
         with self._lock:
             self._enter("failed")
         self._store.flush()
-        self._publisher.publish(Failed(f"The run failed at step {len(self.history)}.\n{text}", fatal=True))
+        self._publisher.publish(Failed(text, fatal=True))
 
 
 def _timed_step(step: Callable[[], StepRecord], store: RunStore) -> StepRecord:
