@@ -384,8 +384,8 @@ class Publisher:
             return
         reported.add(said)
         text = (
-            f"callback {_shown(callback)} raised {type(error).__name__} on {type(event).__name__}. The run continues; the "
-            f"same exception of this callback is not reported again.\n{''.join(traceback.format_exception(error))}"
+            f"callback {_shown(callback)} raised {type(error).__name__} on {type(event).__name__}. The run continues; "
+            f"the same exception of this callback is not reported again.\n{''.join(traceback.format_exception(error))}"
         )
         self.publish(Failed(text))
 

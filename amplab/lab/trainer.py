@@ -3,7 +3,7 @@
 Controls return at once, with the new state set. Changes of the experiment (a config, a fault, a trace, a reset) wait in
 a queue for the next step boundary, where the trainer's thread makes them in order. All events come from that thread. A
 single step is in `experiment.py`, the thread in `worker.py`, the subscribers in `events.py`, the history and the log of
-the run in `run_store.py`.
+the run in `run_store.py`, its checkpoints in `run_saver.py`.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from amplab.amp import MemoryUse
 from amplab.diagnose import Findings, run_findings
 from amplab.display.numbers import count
 from amplab.lab.changes import config_changes
-from amplab.lab.checkpoints import Checkpoint, Checkpoints
+from amplab.lab.checkpoints import Checkpoint
 from amplab.lab.comparison import Comparison, Progress, levels_of
 from amplab.lab.config import FIELDS, ExperimentConfig
 from amplab.lab.config_remedies import ConfigRemedy
@@ -59,6 +59,7 @@ from amplab.lab.history import History
 from amplab.lab.kept_runs import KeptRun, KeptRuns
 from amplab.lab.memory_count import level_memory
 from amplab.lab.rank_exchange import RankExchange, RankLost
+from amplab.lab.run_saver import RunSaver
 from amplab.lab.run_store import RunStore
 from amplab.lab.step_explainer import StepExplainer
 from amplab.lab.step_stages import StepStages
@@ -121,7 +122,7 @@ class Trainer:
         self._comparison: Comparison | None = None
         self._store = self._new_store(self._experiment.config)
         self._explainer = self._new_explainer()
-        self._checkpoints: Checkpoints | None = None  # of the present log
+        self._saver = RunSaver(exchange, self._report)
         self._name, self._runs_begun = "Run 1", 1
         self._worker = Worker(
             step=self._train,
@@ -599,7 +600,7 @@ class Trainer:
             self._nonfinite_buffers = self._experiment.nonfinite_buffers()
         if not math.isfinite(record.loss):
             self._report_buffers(record.step)
-        self._save_if(lambda checkpoints: checkpoints.is_due)
+        self._save()
         if self._exchange is not None and "stop" in self._exchange.agreed:
             self.pause()
         self._count_down()
@@ -655,7 +656,7 @@ class Trainer:
         if state != "running":
             self._store.flush()
         if state in ("paused", "stopped"):
-            self._save_if(lambda _: True)
+            self._save(at_rest=True)
         self._publisher.publish(StateChanged(state, len(self.history), note))
         if state == "paused":
             self._explainer.explain_last()
@@ -769,42 +770,8 @@ class Trainer:
                 log.unlink(missing_ok=True)
             raise ValueError(str(error).replace(str(log), str(saved.log))) from error
 
-    def _save_if(self, is_due: Callable[[Checkpoints], bool]) -> None:
-        """Write a checkpoint beside the log."""
-        log = self._store.log_path
-        if log is None or not log.is_file():
-            return
-        if self._checkpoints is None or self._checkpoints.log != log:
-            self._checkpoints = Checkpoints(log)
-        if self._is_time_to_save(is_due(self._checkpoints)):
-            try:
-                self._store.flush()
-                if self._exchange is not None:
-                    self._exchange.meet()  # the log of every rank holds every step of the checkpoint
-                    if self._exchange.place.rank:
-                        return
-                if self._store.is_on_disk:
-                    self._checkpoints.write(self._experiment)
-            except RankLost:
-                return  # the next step says so
-            except (OSError, RuntimeError) as error:
-                self._checkpoints.give_up()
-                self._report(
-                    f"checkpoint: cannot write {self._checkpoints.path} ({error}). The run continues, but a restarted "
-                    f"kernel cannot continue it."
-                )
-
-    def _is_time_to_save(self, is_due: bool) -> bool:
-        """Whether to write a checkpoint now; several ranks write one after the same step, when rank 0 requests it."""
-        if self._exchange is None:
-            return is_due
-        if self._exchange.is_over:
-            return False
-        if self._state != "running":
-            return is_due
-        if is_due and self._exchange.place.rank == 0:
-            self._exchange.request("checkpoint")
-        return "checkpoint" in self._exchange.agreed
+    def _save(self, *, at_rest: bool = False) -> None:
+        self._saver.save(self._experiment, self._store, is_running=self._state == "running", at_rest=at_rest)
 
     def _take_back(self) -> None:
         text = self._changes.take_back()

@@ -83,7 +83,7 @@ class Unprintable(Exception):
 
 
 class Raising:
-    """A subscriber that raises at every third event or always, and whose repr raises."""
+    """A subscriber that raises at every step and at every report of a failure, and whose repr raises."""
 
     def __init__(self, error):
         self.error = error
@@ -109,8 +109,13 @@ def test_whatever_a_subscriber_raises_the_run_goes_on(error):
 
 def test_a_question_that_ends_the_thread_raises_in_the_caller():
     trainer = Trainer(SMALL)
-    raised = in_another_thread(lambda: pytest.raises(SystemExit, trainer._worker.ask, sys.exit))
-    assert raised is not None
+
+    def ask():
+        with pytest.raises(SystemExit):
+            trainer._worker.ask(sys.exit)
+        return "raised"
+
+    assert in_another_thread(ask) == "raised"
     assert len(trainer.run(2)) == 2
 
 
