@@ -125,6 +125,7 @@ class Experiment:
         self._task.check_batch_size(config.batch_size)
         self._model = build_model(config.model, config.hidden, config.seed)
         self._nonfinite_at_start = frozenset(_nonfinite_buffers(self._model))
+        self._optimizers, self._names, self._rates = list[Optimizer](), list[list[str]](), list[list[float]]()
         self._build_optimizers(config)
         self._session = Session()
         self._scaled: list[ScaleRecord] = []  # of the present step
