@@ -370,20 +370,29 @@ class Publisher:
         for token, callback in self._callbacks.items():
             try:
                 callback(event)
-            except Exception as error:  # noqa: BLE001 - whatever a subscriber raises, the run goes on
+            except BaseException as error:  # noqa: BLE001 - whatever a subscriber raises, the run goes on
                 self._report(token, callback, event, error)
 
     def _unsubscribe(self, token: int) -> None:
         with self._lock:
             self._callbacks = {other: callback for other, callback in self._callbacks.items() if other != token}
 
-    def _report(self, token: int, callback: Callback, event: Event, error: Exception) -> None:
+    def _report(self, token: int, callback: Callback, event: Event, error: BaseException) -> None:
         reported = self._reported.setdefault(token, set())
-        if repr(error) in reported or len(reported) == _FAILURES_KEPT:
+        said = "".join(traceback.format_exception_only(error))  # as repr, but of every exception
+        if said in reported or len(reported) == _FAILURES_KEPT:
             return
-        reported.add(repr(error))
+        reported.add(said)
         text = (
-            f"callback {callback!r} raised {type(error).__name__} on {type(event).__name__}. The run continues; the "
-            f"same exception of this callback is not reported again.\n{''.join(traceback.format_exception(error))}"
+            f"callback {_shown(callback)} raised {type(error).__name__} on {type(event).__name__}. The run continues; "
+            f"the same exception of this callback is not reported again.\n{''.join(traceback.format_exception(error))}"
         )
         self.publish(Failed(text))
+
+
+def _shown(callback: Callback) -> str:
+    """Return the repr of a callback, which may be an object of the user's whose repr raises."""
+    try:
+        return repr(callback)
+    except Exception:  # noqa: BLE001 - the callback is reported, not its repr
+        return f"of type {type(callback).__name__}"

@@ -35,8 +35,8 @@ from amplab.amp.run_state.file_format import RunStateError, read_run_state
 from amplab.diagnose import Findings, FirstNonfinite, TwinReport, doctor, twin
 from amplab.formats.exponents import BINS, LOWEST_EXPONENT
 from amplab.kernels import tensor_stats
-from amplab.lab.config import FIELDS, LIVE_FIELDS, OPTIMIZERS, OWN, ExperimentConfig
-from amplab.lab.config_field import Change, SettingRefused, listed
+from amplab.lab.config import FIELDS, OWN, ExperimentConfig
+from amplab.lab.config_field import SettingRefused, listed
 from amplab.lab.events import GradientRecord, MixedScales, StepRecord
 from amplab.lab.faults import (
     FAULTS,
@@ -54,9 +54,16 @@ from amplab.lab.log_events import is_count, is_number
 from amplab.lab.models import build_model
 from amplab.lab.past_skips import PastSkip, PastSkips
 from amplab.lab.rank_exchange import RankExchange
+from amplab.lab.session_settings import (
+    kept_scales,
+    needs_new_session,
+    optimizer_maker,
+    refuse_new_weights,
+    session_settings,
+)
 from amplab.lab.step_rerun import StepRerun
 from amplab.lab.step_stages import StageRecorder, StepStages
-from amplab.lab.tasks import MakeOptimizer, Task, TaskLoss, load_task
+from amplab.lab.tasks import Task, TaskLoss, load_task
 from amplab.policies.nested_tensors import floating_tensors_in
 from amplab.scalers import ScaleState
 from amplab.trace import Trace, trace_step, xray
@@ -78,8 +85,6 @@ SCORE_EVERY = 25
 _SAMPLED = ((200, 20), (2_000, 50), (math.inf, 200))  # until this step, a histogram of the gradients every so many
 
 _NUMBERED = re.compile(r"models\[(\d+)\]\.")
-
-_SESSION_FIELDS = tuple(name for name, each in FIELDS.items() if each.change is Change.NEW_SESSION)
 
 
 @dataclass(frozen=True)
@@ -120,6 +125,7 @@ class Experiment:
         self._task.check_batch_size(config.batch_size)
         self._model = build_model(config.model, config.hidden, config.seed)
         self._nonfinite_at_start = frozenset(_nonfinite_buffers(self._model))
+        self._optimizers, self._names, self._rates = list[Optimizer](), list[list[str]](), list[list[float]]()
         self._build_optimizers(config)
         self._session = Session()
         self._scaled: list[ScaleRecord] = []  # of the present step
@@ -275,21 +281,13 @@ class Experiment:
 
         Raises:
             ValueError: A changed field needs new weights, or the batch is larger than the training set.
+            Exception: What the session or an optimizer of one's own raises. The experiment is then as before.
         """
         old = self._config
         self.check_switch(old, config)
         self._last = None
-        if any(getattr(old, name) != getattr(config, name) for name in _SESSION_FIELDS):
-            keeps_scale = old.is_dynamic and config.is_dynamic and old.init_scale == config.init_scale
-            kept = self._session.state_dict() if keeps_scale else None
-            self._session.reset()
-            if old.optimizer != config.optimizer:
-                self._build_optimizers(config)
-            self._initialize(config)
-            if kept is not None:
-                if old.opt_level != config.opt_level:
-                    kept = _without_collapsed(kept, config.init_scale)
-                self._session.load_state_dict(_with_upper_limit(kept, config.max_loss_scale))
+        if needs_new_session(old, config):
+            self._switch_session(old, config)
             self._loss_scale = self._lowest_scale()
             self._measure_memory_until = self._step + 2
             self._rerun = StepRerun(self._model, None, self._loss_again, self._session)  # of the level's buffers
@@ -343,7 +341,7 @@ class Experiment:
 
     def check_switch(self, old: ExperimentConfig, new: ExperimentConfig) -> None:
         """Raise ValueError if `switch` from `old` to `new` would."""
-        _refuse_new_weights(old, new)
+        refuse_new_weights(old, new)
         self._task.check_batch_size(new.batch_size)
         _check_modules(new, self.module_names())
 
@@ -352,8 +350,8 @@ class Experiment:
         if self._task.score is None:
             return None
         modes = [(module, module.training) for module in self._model.modules()]
-        self._model.eval()
         try:
+            self._model.eval()
             with torch.no_grad(), self._session.casting(), self._task.random_states_kept():
                 self._task.seed_forward(self._step, len(self._task.losses))
                 return self._task.measure(self._model)
@@ -518,10 +516,10 @@ class Experiment:
             self._float32_copy(),
             lambda number: self._task.batch(first + number, config.batch_size),
             "O0",
-            _settings(config),
+            session_settings(config),
             steps=steps,
             step=lambda model, batch: _sum(each.of(model, batch) for each in losses),
-            optimizer=lambda weights: self._task.optimizer_of(list(weights), _maker(config)),
+            optimizer=lambda weights: self._task.optimizer_of(list(weights), optimizer_maker(config)),
             seed=config.seed,
         )
 
@@ -672,15 +670,32 @@ class Experiment:
             num_losses=len(self._task.losses),
             verbosity=0,
             on_collapse="warn",
-            **_settings(config),
+            **session_settings(config),
         )
+
+    def _switch_session(self, old: ExperimentConfig, new: ExperimentConfig) -> None:
+        """Begin the session again with the settings of another config; if it raises, with those of the old one."""
+        state, optimizers = self._session.state_dict(), (self._optimizers, self._names, self._rates)
+        self._session.reset()
+        try:
+            if old.optimizer != new.optimizer:
+                self._build_optimizers(new)
+            self._initialize(new)
+        except Exception:
+            self._session.reset()
+            self._optimizers, self._names, self._rates = optimizers
+            self._initialize(old)
+            self._session.load_state_dict(state)
+            raise
+        if (kept := kept_scales(state, old, new)) is not None:
+            self._session.load_state_dict(kept)
 
     def _lowest_scale(self) -> float:
         return min(self._session.loss_scale(loss_id) for loss_id in range(len(self._task.losses)))
 
     def _build_optimizers(self, config: ExperimentConfig) -> None:
         """Build the optimizers, and note the names of their parameters and their learning rates."""
-        self._optimizers = self._task.optimizers(self._model, _maker(config))
+        self._optimizers = self._task.optimizers(self._model, optimizer_maker(config))
         names = {id(weight): name for name, weight in self._model.named_parameters()}
         self._names = [[names[id(weight)] for weight in _stepped(each)] for each in self._optimizers]
         self._rates = [[group.get("lr", 0.0) for group in each.param_groups] for each in self._optimizers]
@@ -772,30 +787,6 @@ def _names_of(model: nn.Module) -> tuple[str, ...]:
     return () if isinstance(model, ModelGroup) else tuple(name for name, _ in model.named_modules() if name)
 
 
-def _settings(config: ExperimentConfig) -> dict[str, Any]:
-    """Return the arguments of `Session.initialize` that the config decides."""
-    dynamic: dict[str, Any] = {"dynamic_init_scale": config.init_scale, "scale_window": config.growth_interval}
-    return {
-        "opt_level": config.level.opt_level,
-        "policy": config.policy,
-        "keep_batchnorm_fp32": config.keep_batchnorm_fp32,
-        "master_weights": config.master_weights,
-        "loss_scale": config.effective_loss_scale,
-        "min_loss_scale": config.min_loss_scale,
-        "max_loss_scale": config.max_loss_scale,
-        **(dynamic if config.is_dynamic else {}),
-    }
-
-
-def _maker(config: ExperimentConfig) -> MakeOptimizer | None:
-    """Return what makes an optimizer of the config's kind of some parameters; None for the task's own kind."""
-    if config.optimizer == OWN:
-        return None
-    choice = OPTIMIZERS[config.optimizer]
-    options = {"momentum": config.momentum} if choice.takes_momentum else {}
-    return functools.partial(choice.build, lr=config.learning_rate, **options)
-
-
 def _stepped(optimizer: Optimizer) -> list[Tensor]:
     return [weight for group in optimizer.param_groups for weight in group["params"]]
 
@@ -806,24 +797,3 @@ def _sum(losses: Iterable[Tensor]) -> Tensor:
 
 def _dense(grad: Tensor) -> Tensor:
     return grad.to_dense() if grad.is_sparse else grad
-
-
-def _refuse_new_weights(old: ExperimentConfig, new: ExperimentConfig) -> None:
-    """Raise ValueError if the new config cannot use the weights of the old one."""
-    for name in FIELDS:
-        if name not in LIVE_FIELDS and getattr(old, name) != getattr(new, name):
-            raise ValueError(
-                f"{name}={getattr(new, name)}: expected {getattr(old, name)}, since a change of {name} needs new "
-                f"weights; call reset() with the new config. At a step boundary these can change: "
-                f"{', '.join(LIVE_FIELDS)}."
-            )
-
-
-def _without_collapsed(state: dict[str, Any], start: float) -> dict[str, Any]:
-    """Return a session's state in which scales below 1 are those of a start."""
-    return {name: {**each, "loss_scale": start} if each["loss_scale"] < 1 else each for name, each in state.items()}
-
-
-def _with_upper_limit(state: dict[str, Any], limit: float) -> dict[str, Any]:
-    """Return a session's state with scales of at most `limit`; loading applies the lower limit but not this one."""
-    return {name: {**entry, "loss_scale": min(entry["loss_scale"], limit)} for name, entry in state.items()}

@@ -75,6 +75,7 @@ class RunStore:
         self._log: RunLog | None = None
         self._appending: tuple[StepRow, int] | None = None  # with its row in the history
         self._path: Path | None = None
+        self._late: list[Callable[[RunLog], object]] = []  # what was noted after `close`
 
     @classmethod
     def of_log(cls, path: Path, on_failure: Callable[[str], None], *, steps: int) -> RunStore:
@@ -160,8 +161,7 @@ class RunStore:
     def explain(self, explanation: SkipExplanation) -> None:
         """Add why a step was skipped."""
         self.history.explain(explanation)
-        if self._wanted is not None:
-            self._write(self._wanted, RunLog.explain, explanation)
+        self._note(lambda log: log.explain(explanation))
 
     def change(self, config: ExperimentConfig, previous: ExperimentConfig, *, step: int) -> None:
         """Add what differs between two configs, and write the new one to the log."""
@@ -194,8 +194,14 @@ class RunStore:
 
     def note(self, event: str, *, step: int, **details: object) -> None:
         """Write an event to the log; the history has no place for it."""
+        self._note(lambda log: log.note(event, step=step, **details))
+
+    def _note(self, write: Callable[[RunLog], object]) -> None:
+        """Write to the log; to one that is closed, once it is open again."""
         if self._wanted is not None:
-            self._write(self._wanted, lambda log: log.note(event, step=step, **details))
+            self._write(self._wanted, write)
+        elif self._path is not None:
+            self._late.append(write)
 
     def flush(self) -> None:
         """Pass what is written to the operating system."""
@@ -221,6 +227,9 @@ class RunStore:
     def reopen(self) -> None:
         """Write later steps to the same log again after `close`; without effect if steps are missing in it."""
         self._wanted = self._path
+        late, self._late = self._late, []
+        for write in late:
+            self._note(write)
 
     def _write(self, wanted: Path, write: Callable[..., object], *values: object) -> None:
         try:

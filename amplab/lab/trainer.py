@@ -3,7 +3,7 @@
 Controls return at once, with the new state set. Changes of the experiment (a config, a fault, a trace, a reset) wait in
 a queue for the next step boundary, where the trainer's thread makes them in order. All events come from that thread. A
 single step is in `experiment.py`, the thread in `worker.py`, the subscribers in `events.py`, the history and the log of
-the run in `run_store.py`.
+the run in `run_store.py`, its checkpoints in `run_saver.py`.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from amplab.amp import MemoryUse
 from amplab.diagnose import Findings, run_findings
 from amplab.display.numbers import count
 from amplab.lab.changes import config_changes
-from amplab.lab.checkpoints import Checkpoint, Checkpoints
+from amplab.lab.checkpoints import Checkpoint
 from amplab.lab.comparison import Comparison, Progress, levels_of
 from amplab.lab.config import FIELDS, ExperimentConfig
 from amplab.lab.config_remedies import ConfigRemedy
@@ -59,6 +59,7 @@ from amplab.lab.history import History
 from amplab.lab.kept_runs import KeptRun, KeptRuns
 from amplab.lab.memory_count import level_memory
 from amplab.lab.rank_exchange import RankExchange, RankLost
+from amplab.lab.run_saver import RunSaver
 from amplab.lab.run_store import RunStore
 from amplab.lab.step_explainer import StepExplainer
 from amplab.lab.step_stages import StepStages
@@ -121,7 +122,7 @@ class Trainer:
         self._comparison: Comparison | None = None
         self._store = self._new_store(self._experiment.config)
         self._explainer = self._new_explainer()
-        self._checkpoints: Checkpoints | None = None  # of the present log
+        self._saver = RunSaver(exchange, self._report)
         self._name, self._runs_begun = "Run 1", 1
         self._worker = Worker(
             step=self._train,
@@ -137,6 +138,7 @@ class Trainer:
         self._requests: set[str] = set()  # that wait in the queue
         self._speed: float | None = None
         self._due = 0.0  # when the next step may begin, by time.monotonic()
+        self._is_broken = False  # whether the present run has failed; a reset has changed the state already
         self._has_reported_kernels = self._has_reported_buffers = False
         self._nonfinite_buffers: tuple[str, ...] = ()
         kernels.ensure(on_report=_no_warning)
@@ -554,13 +556,14 @@ class Trainer:
     # Any thread, under the lock
 
     def _refuse_unless_alive(self, call: str) -> None:
+        self._worker.refuse_at_end()
         if self._state in ("stopped", "failed"):
             raise RuntimeError(f"{call}: the run has {self._state}; call reset() to start again.")
 
     def _enter(self, state: str, note: str = "", *, again: bool = False) -> None:
         if self._state != state or again:
+            self._worker.post(partial(self._announce, state, note))  # first: Ctrl-C leaves no state without a thread
             self._state = state
-            self._worker.post(partial(self._announce, state, note))
 
     def _request(self, name: str, answer: Callable[[], Event]) -> None:
         def publish() -> None:
@@ -569,8 +572,8 @@ class Trainer:
 
         with self._lock:
             if name not in self._requests:
+                self._worker.post(publish)  # first: Ctrl-C leaves no name that is never answered
                 self._requests.add(name)
-                self._worker.post(publish)
 
     # The trainer's thread, between two steps
 
@@ -597,7 +600,7 @@ class Trainer:
             self._nonfinite_buffers = self._experiment.nonfinite_buffers()
         if not math.isfinite(record.loss):
             self._report_buffers(record.step)
-        self._save_if(lambda checkpoints: checkpoints.is_due)
+        self._save()
         if self._exchange is not None and "stop" in self._exchange.agreed:
             self.pause()
         self._count_down()
@@ -653,7 +656,7 @@ class Trainer:
         if state != "running":
             self._store.flush()
         if state in ("paused", "stopped"):
-            self._save_if(lambda _: True)
+            self._save(at_rest=True)
         self._publisher.publish(StateChanged(state, len(self.history), note))
         if state == "paused":
             self._explainer.explain_last()
@@ -663,18 +666,29 @@ class Trainer:
         previous, step = self.config, len(self.history)
         if config == previous:
             return
+        try:
+            self._experiment.switch(config)
+        except Exception:  # noqa: BLE001 - as an optimizer of one's own that cannot be built; the run goes on
+            self._wanted = previous
+            text = f"{_in_words(previous, config)}: not possible; the run is not changed.\n{traceback.format_exc()}"
+            self._publisher.publish(Failed(text, attempted=True))
+            return
         if is_undo:
             self._wanted = config
         else:
             self._changes.record(_in_words(previous, config), partial(self._switch, previous, is_undo=True))
-        self._experiment.switch(config)
         self._explainer.examine_next()
         self._store.change(config, previous, step=step)
         self._publisher.publish(ConfigChanged(config, previous, step))
 
     def _rebuild(self, config: ExperimentConfig, name: str | None = None, *, is_undo: bool = False) -> None:
         previous, steps = self.config, len(self.history)
-        experiment = Experiment(config, exchange=self._exchange)
+        try:
+            experiment = Experiment(config, exchange=self._exchange)
+        except Exception:  # noqa: BLE001 - as a task without its data; the present run is whole
+            self._wanted = previous
+            self._end_in_failure(f"The new run cannot begin; a reset keeps the present one.\n{traceback.format_exc()}")
+            return
         replaced = self._retire()
         if not is_undo:
             text = ", ".join(filter(None, [f"Reset at step {steps:,}" if steps else "", _in_words(previous, config)]))
@@ -697,7 +711,7 @@ class Trainer:
         """Train another experiment from now on."""
         self._name, self._experiment, self._store = name, experiment, store
         self._explainer = self._new_explainer()
-        self._has_reported_buffers = False
+        self._is_broken = self._has_reported_buffers = False
         self._nonfinite_buffers = experiment.nonfinite_buffers()
         self._publisher.forget_run()
         self._memory = None
@@ -708,7 +722,7 @@ class Trainer:
         self._store.close()
         if not len(self.history):
             return None
-        error = "Training failed." if self._state == "failed" else ""
+        error = "Training failed." if self._is_broken else ""
         kept = self._kept.keep(self._name, self.config, self._store, self._experiment, error=error)
         self._worker.post(partial(self._measure, kept))
         return kept
@@ -725,6 +739,7 @@ class Trainer:
         self._present(run.name, run.experiment, run.store, previous)
         with self._lock:
             self._wanted = self.config
+            self._is_broken = bool(run.error)
             if self._state != "running" or run.error:
                 self._enter("failed" if run.error else "paused", again=True)
 
@@ -755,42 +770,8 @@ class Trainer:
                 log.unlink(missing_ok=True)
             raise ValueError(str(error).replace(str(log), str(saved.log))) from error
 
-    def _save_if(self, is_due: Callable[[Checkpoints], bool]) -> None:
-        """Write a checkpoint beside the log."""
-        log = self._store.log_path
-        if log is None or not log.is_file():
-            return
-        if self._checkpoints is None or self._checkpoints.log != log:
-            self._checkpoints = Checkpoints(log)
-        if self._is_time_to_save(is_due(self._checkpoints)):
-            try:
-                self._store.flush()
-                if self._exchange is not None:
-                    self._exchange.meet()  # the log of every rank holds every step of the checkpoint
-                    if self._exchange.place.rank:
-                        return
-                if self._store.is_on_disk:
-                    self._checkpoints.write(self._experiment)
-            except RankLost:
-                return  # the next step says so
-            except (OSError, RuntimeError) as error:
-                self._checkpoints.give_up()
-                self._report(
-                    f"checkpoint: cannot write {self._checkpoints.path} ({error}). The run continues, but a restarted "
-                    f"kernel cannot continue it."
-                )
-
-    def _is_time_to_save(self, is_due: bool) -> bool:
-        """Whether to write a checkpoint now; several ranks write one after the same step, when rank 0 requests it."""
-        if self._exchange is None:
-            return is_due
-        if self._exchange.is_over:
-            return False
-        if self._state != "running":
-            return is_due
-        if is_due and self._exchange.place.rank == 0:
-            self._exchange.request("checkpoint")
-        return "checkpoint" in self._exchange.agreed
+    def _save(self, *, at_rest: bool = False) -> None:
+        self._saver.save(self._experiment, self._store, is_running=self._state == "running", at_rest=at_rest)
 
     def _take_back(self) -> None:
         text = self._changes.take_back()
@@ -894,12 +875,16 @@ class Trainer:
             self._publisher.publish(Failed(f"{what}\n{traceback.format_exc()}", attempted=True))
 
     def _fail(self, text: str) -> None:
+        self._is_broken = True
+        self._end_in_failure(f"The run failed at step {len(self.history)}.\n{text}")
+
+    def _end_in_failure(self, text: str) -> None:
         if self._exchange is not None:
             self._exchange.is_over = True
         with self._lock:
             self._enter("failed")
         self._store.flush()
-        self._publisher.publish(Failed(f"The run failed at step {len(self.history)}.\n{text}", fatal=True))
+        self._publisher.publish(Failed(text, fatal=True))
 
 
 def _timed_step(step: Callable[[], StepRecord], store: RunStore) -> StepRecord:
@@ -937,6 +922,7 @@ def _stop_all() -> None:
     for trainer in list(_LIVE):
         if trainer.state == "running":
             trainer.stop()
+        trainer.stop_comparison()
         trainer._worker.end(_EXIT_SECONDS)  # a paused trainer may be answering a request
 
 

@@ -3,12 +3,15 @@
 Between two steps it waits until the next one is due. A command ends this wait: it does not wait for the step.
 
 It computes with one intra-op thread. `torch.set_num_threads` sets the number of the calling thread and the number that
-later threads start with; the starting thread therefore restores the latter, so that nothing outside the worker changes.
+later threads start with; the worker therefore has the latter restored, so that nothing outside the worker changes.
 The thread ends after some idle seconds and starts again when there is work, so a forgotten worker leaks no thread.
+
+Ctrl-C in a call of the worker leaves the lock free and the queue whole: the next call goes on from there.
 """
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 import traceback
@@ -24,7 +27,7 @@ __all__ = ["Worker"]
 Answer = TypeVar("Answer")
 
 _IDLE_SECONDS = 5.0
-_WAIT_SECONDS = 0.5  # an endless wait cannot be interrupted on every system
+_LOOK_SECONDS = 0.005
 
 
 class Worker:
@@ -34,7 +37,7 @@ class Worker:
         step: Called repeatedly while `is_wanted()`.
         is_wanted: Whether to step; called under `lock`.
         seconds_left: Seconds until the next step is due, 0 or less if it is; called under `lock`.
-        on_error: Called with the traceback if a command or a step raises; the thread continues.
+        on_error: Called with the traceback if a command or a step raises, whatever it raises; the thread continues.
 
     Attributes:
         lock: The re-entrant lock that guards the queue and the owner's own state; held for moments only.
@@ -48,7 +51,8 @@ class Worker:
         on_error: Callable[[str], None],
         seconds_left: Callable[[], float] = lambda: 0.0,
     ) -> None:
-        self.lock = threading.Condition()
+        self.lock = threading.RLock()  # `with` of a Condition is Python code, in which Ctrl-C leaves the lock taken
+        self._news = threading.Condition(self.lock)
         self._step = step
         self._is_wanted = is_wanted
         self._seconds_left = seconds_left
@@ -67,9 +71,9 @@ class Worker:
     def wake(self) -> None:
         """Check again whether a step is wanted, and when it is due."""
         with self.lock:
-            if self._thread is None:
-                self._thread = _started(self._work)
-            self.lock.notify_all()
+            if self._thread is None and not self._has_ended:
+                _start(self._run)
+            self._news.notify_all()
 
     def wait(self, timeout: float | None = None) -> bool:
         """Wait until nothing is wanted or queued; return whether that happened within `timeout` seconds.
@@ -79,23 +83,40 @@ class Worker:
         """
         if threading.current_thread() is self._thread:
             raise RuntimeError("wait() in a callback would wait for itself; call wait() or run() in another thread.")
-        end = None if timeout is None else time.monotonic() + timeout
-        with self.lock:
-            while self._busy or self._queue or self._is_wanted():
-                left = _WAIT_SECONDS if end is None else min(end - time.monotonic(), _WAIT_SECONDS)
-                if left <= 0:
-                    return False
-                self.lock.wait(left)
+        end = math.inf if timeout is None else time.monotonic() + timeout
+        if self._is_at_work():
+            self.wake()  # an interrupted call may have left work without a thread
+        while self._is_at_work():
+            left = end - time.monotonic()
+            if left <= 0:
+                return False
+            time.sleep(min(left, _LOOK_SECONDS))  # Ctrl-C in the wait of a Condition may leave its lock free
         return True
 
     def end(self, timeout: float) -> None:
-        """Wait, then accept no more commands: a thread still inside torch when Python exits crashes the process."""
+        """Accept no more commands, and wait: a thread still inside torch when Python exits crashes the process."""
         with self.lock:
-            self.wait(timeout)
             self._has_ended = True
+        self.wait(timeout)
+
+    def refuse_at_end(self) -> None:
+        """Raise a RuntimeError if the worker has ended."""
+        if self._has_ended:
+            raise RuntimeError("Python ends, and the trainer has ended: train and ask before the end of the program.")
+
+    def _is_at_work(self) -> bool:
+        with self.lock:
+            return self._busy or bool(self._queue) or self._wants_step()
+
+    def _wants_step(self) -> bool:
+        return not self._has_ended and self._is_wanted()
 
     def ask(self, question: Callable[[], Answer]) -> Answer:
-        """Call `question` at the next step boundary and return its answer, or raise what it raises."""
+        """Call `question` at the next step boundary and return its answer, or raise what it raises.
+
+        Raises:
+            RuntimeError: The worker has ended.
+        """
         if threading.current_thread() is self._thread:
             return question()
         answer: Future[Answer] = Future()
@@ -103,11 +124,24 @@ class Worker:
         def reply() -> None:
             try:
                 answer.set_result(question())
-            except Exception as error:  # noqa: BLE001 - raised again in the calling thread
+            except BaseException as error:  # noqa: BLE001 - raised again in the calling thread
                 answer.set_exception(error)
 
-        self.post(reply)
+        with self.lock:
+            self.refuse_at_end()
+            self.post(reply)
         return answer.result()
+
+    def _run(self, unset: threading.Lock) -> None:
+        """Be the thread: compute with one intra-op thread, tell the starting one, work."""
+        self._thread = threading.current_thread()
+        number = torch.get_num_threads()  # takes the process's number now; otherwise the first op would
+        torch.set_num_threads(1)
+        restoring = threading.Thread(target=torch.set_num_threads, args=(number,))
+        restoring.start()
+        restoring.join()
+        unset.release()
+        self._work()
 
     def _work(self) -> None:
         while True:
@@ -120,37 +154,32 @@ class Worker:
                 command = self._queue.popleft() if self._queue else self._step
             try:
                 command()
-            except Exception:  # noqa: BLE001 - the owner reports it; the thread must survive for a reset
-                self._on_error(traceback.format_exc())
+            except BaseException:  # noqa: BLE001 - also sys.exit() in a callback: the thread must survive for a reset
+                self._report(traceback.format_exc())
+
+    def _report(self, text: str) -> None:
+        try:
+            self._on_error(text)
+        except BaseException:  # noqa: BLE001 - nobody is left to tell
+            traceback.print_exc()
 
     def _has_work(self) -> bool:
-        return bool(self._queue) or (self._is_wanted() and self._seconds_left() <= 0)
+        return bool(self._queue) or (self._wants_step() and self._seconds_left() <= 0)
 
     def _rest(self) -> bool:
         """Wait for work, under `lock`; return whether there is some."""
-        self.lock.notify_all()
         end = time.monotonic() + _IDLE_SECONDS
         while not self._has_work():
-            left = self._seconds_left() if self._is_wanted() else end - time.monotonic()
-            if left <= 0 and not self._is_wanted():
+            left = self._seconds_left() if self._wants_step() else end - time.monotonic()
+            if left <= 0 and not self._wants_step():
                 return False
-            self.lock.wait(max(left, 0.0))
+            self._news.wait(max(left, 0.0))
         return True
 
 
-def _started(work: Callable[[], None]) -> threading.Thread:
-    """Return a running daemon thread that computes with one intra-op thread; other threads keep their number."""
-    is_set = threading.Event()
-
-    def run() -> None:
-        torch.get_num_threads()  # takes the process's number now; otherwise the first op would
-        torch.set_num_threads(1)
-        is_set.set()
-        work()
-
-    own = torch.get_num_threads()
-    thread = threading.Thread(target=run, name="amplab trainer", daemon=True)
-    thread.start()
-    is_set.wait()
-    torch.set_num_threads(own)
-    return thread
+def _start(run: Callable[[threading.Lock], None]) -> None:
+    """Start a daemon thread, and wait until it has set its number of threads."""
+    unset = threading.Lock()  # Ctrl-C in the wait of an Event may keep the other thread from setting it
+    unset.acquire()
+    threading.Thread(target=run, args=(unset,), name="amplab trainer", daemon=True).start()
+    unset.acquire()

@@ -31,8 +31,8 @@ class CombinedDDP:
         settings: what else must be equal on all ranks: values as text, by name.
         group: the ranks; None for all.
 
-    Of what changes after the start the ranks compare the parameters whose gradients they average, the values of new
-    ones, and the loss scale; not, for example, a learning rate that one rank alone loads.
+    The ranks compare the models and the settings here, and in each `scale_loss` what may have changed since. The page
+    of this folder, ``README.md``, lists what they compare and what they do not notice.
 
     Raises:
         RuntimeError: no process group, or models or settings that differ between ranks.

@@ -1,17 +1,14 @@
 """Average combined gradients over ranks: buckets of the flat buffers are all-reduced while backward runs.
 
-    flat buffer   [ part | flag | part | flag | … ]       cut into buckets, never inside a part
-    send          part <- gradient / world_size;  flag <- 1 if this rank has the gradient;  all_reduce(bucket)
-    finish        wait; the parts become the gradients; if a rank has left a note, all ranks compare what they have
+    send      bucket <- gradients / world_size, and the notes of this rank;  all_reduce(bucket)
+    finish    wait; the bucket becomes the gradients; if a rank has left a note, all ranks compare what they have
 
-The flags are in the padding between the parts and travel with the gradients: a parameter that only some ranks reached
-gets the average in which the others count as zero, and one that no rank reached keeps None. Inf and NaN survive the
-sum, so that every rank finds the same found_inf without a message of its own.
+Inf and NaN survive the sum, so that every rank finds the same found_inf without a message of its own. What a bucket
+holds is in ``buckets.py``, what the notes say in ``rank_notes.py``.
 
 A rank whose parameters or settings are no longer those that all agreed on cannot know whether the others have changed,
-too. It sends the buckets as they were agreed on, with a note in the padding of each. The sum brings the note to every
-rank, and all then compare what they have: either they agree on new buckets, or each raises the same error. The number
-of steps is part of each note.
+too. It sends the buckets as they were agreed on, with a note in each. The sum brings the note to every rank, and all
+then compare what they have: either they agree on new buckets, or each raises the same error.
 
 Every rank must send the same buckets in the same order: gloo aborts a process that receives more bytes than it expects,
 and adds up two buckets of one size whatever they hold. A rank whose backward raises therefore sends zeros, with a note,
@@ -24,193 +21,24 @@ all ranks agree; what calls `CombinedReducer` is in ``amp/apex/hooked_optimizer.
 """
 
 import itertools
-import operator
 import sys
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
-from typing import Any, NamedTuple, Self
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from amplab.kernels import GradientPlaces, Whereabouts, unscale_copy
 from amplab.parallel.agreement import explained_absence, first_rank, refuse_disagreement, refuse_other_call
+from amplab.parallel.buckets import Bucket, bucket_ends
+from amplab.parallel.rank_notes import Notes
 from amplab.parallel.ranks import is_alone
 from amplab.scalers import FlatGradients
 from amplab.scalers.flat_buffer import FlatBuffer
 
-__all__ = ["Bucket", "CombinedReducer", "bucket_ends"]
-
-_FEWEST = 2**20
-_MOST_BYTES = 24 * 2**20 * 4
-_DIGITS = 14  # of the number of steps; two numbers a digit, three more for the other notes: the padding has room for 31
-_NUMBERS = 3 + 2 * _DIGITS
-
-
-def bucket_ends(ends: Sequence[int], itemsize: int, replica_count: int) -> list[int]:
-    """Cut a flat buffer into buckets.
-
-    A bucket has ``elements / replica_count`` elements, at least 2^20 and at most 96 MiB, and ends with a part.
-
-    Args:
-        ends: where each part ends, in elements.
-        itemsize: bytes of an element.
-        replica_count: the requested number of buckets.
-
-    Returns:
-        For each bucket the number of parts up to its end.
-
-    >>> bucket_ends([2**20, 2**21, 3 * 2**20], 4, replica_count=2)
-    [2, 3]
-
-    Reference: ``ddp_replica_count`` of Ascend's apex.
-    """
-    target = min(max(ends[-1] // replica_count, _FEWEST), _MOST_BYTES // itemsize)
-    cuts, start = [], 0
-    for count, end in enumerate(ends, 1):
-        if end - start >= target:
-            cuts.append(count)
-            start = end
-    return cuts if cuts and cuts[-1] == len(ends) else [*cuts, len(ends)]
-
-
-class _Notes(NamedTuple):
-    """What a rank tells the others in a bucket; after the exchange, what all ranks told.
-
-    Attributes:
-        of_params: its parameters are others than those that were agreed on.
-        of_values: its settings are others, it has a gradient that cannot be averaged, or its backward raised.
-        without_order: it has not recorded in which order the gradients of this backward arrived.
-        zeros, ones: the last binary digits of the number of its steps, each in one of the two: two ranks that differ in
-            a digit set it in both. A sum over ranks only shows which numbers are above 0, which holds in every dtype
-            and for any number of ranks.
-    """
-
-    of_params: bool = False
-    of_values: bool = False
-    without_order: bool = False
-    zeros: tuple[bool, ...] = (False,) * _DIGITS
-    ones: tuple[bool, ...] = (False,) * _DIGITS
-
-    def with_steps(self, steps: int) -> Self:
-        """Return these notes with another number of steps."""
-        ones = tuple(bool(steps >> place & 1) for place in range(_DIGITS))
-        return self._replace(zeros=tuple(not digit for digit in ones), ones=ones)
-
-    @property
-    def ask_for_comparison(self) -> bool:
-        """Whether a rank has news, or ranks have made other numbers of steps."""
-        return self.of_params or self.of_values or any(map(operator.and_, self.zeros, self.ones))
-
-    def numbers(self) -> list[float]:
-        """Return them as `_NUMBERS` numbers, 0.0 or 1.0."""
-        notes = (self.of_params, self.of_values, self.without_order, *self.zeros, *self.ones)
-        return [float(note) for note in notes]
-
-    @classmethod
-    def heard(cls, numbers: Sequence[float]) -> Self:
-        """Return the notes whose numbers were summed over ranks."""
-        params, values, order, *digits = (number > 0 for number in numbers)
-        return cls(params, values, order, tuple(digits[:_DIGITS]), tuple(digits[_DIGITS:]))
-
-
-class Bucket:
-    """A slice of a flat buffer that is all-reduced as one tensor.
-
-    Args:
-        buffer: the flat buffer.
-        first, last: its parameters are ``buffer.params[first:last]``.
-
-    Attributes:
-        params: its parameters.
-        tensor: ``(elements,)``, the slice.
-        notes: ``(_NUMBERS,)``, the numbers of `_Notes` in the padding of its first part.
-    """
-
-    def __init__(self, buffer: FlatBuffer, first: int, last: int) -> None:
-        self._buffer, self._first = buffer, first
-        self.params = buffer.params[first:last]
-        start = 0 if first == 0 else buffer.ends[first - 1]
-        self.tensor = buffer.tensor[start : buffer.ends[last - 1]]
-        self._views = buffer.views[first:last]
-        starts = [start, *buffer.ends[first : last - 1]]
-        flags = [begin - start + param.numel() for begin, param in zip(starts, self.params, strict=True)]
-        self._flags = torch.tensor(flags, device=buffer.tensor.device)
-        self.notes = self.tensor[flags[0] + 1 :][:_NUMBERS]  # the padding of a part has 32 elements
-        lent = [buffer.lent(index) for index in range(first, last)]
-        self._places = GradientPlaces(self.params, self.tensor, [begin - start for begin in starts], lent)
-        self._all_here = False
-        self._found_inf = torch.zeros(1, device=buffer.tensor.device)
-
-    def is_complete(self) -> bool:
-        """Return whether every parameter has a gradient. Sync: none."""
-        seen = self._places.find()
-        if seen is not None:
-            return Whereabouts.MISSING not in seen
-        return all(param.grad is not None for param in self.params)
-
-    def misfit(self) -> Tensor | None:
-        """Return the first parameter whose gradient cannot be stored in its part; None if all can. Sync: none."""
-        if self._places.find() is not None:
-            return None
-        for param, view in zip(self.params, self._views, strict=True):
-            grad = param.grad
-            if grad is not None and (
-                grad.layout is not torch.strided or grad.dtype != view.dtype or grad.shape != view.shape
-            ):
-                return param
-        return None
-
-    @torch.no_grad()
-    def fill_with_zeros(self) -> None:
-        """Send no gradient of this rank; each stays where it is. Sync: none."""
-        self.tensor.zero_()
-        self._all_here = False
-
-    @torch.no_grad()
-    def fill(self, factor: Tensor) -> None:
-        """Move the gradients of this rank, times ``factor``, to the slice; each ``.grad`` becomes None. Sync: none."""
-        if self.is_complete() and self._places.unscale_(self._found_inf, factor, lends=False) is not None:
-            self._all_here = True
-            self.tensor.index_fill_(0, self._flags, 1.0)
-            return
-        grads = [param.grad for param in self.params]
-        here = [index for index, grad in enumerate(grads) if grad is not None]
-        self._all_here = len(here) == len(grads)
-        inputs = [grad for grad in grads if grad is not None]
-        outputs = self._views if self._all_here else [self._views[index] for index in here]
-        unscale_copy(inputs, outputs, self._found_inf, factor)
-        if self._all_here:
-            self.tensor.index_fill_(0, self._flags, 1.0)
-        else:
-            missing = sorted(set(range(len(grads))) - set(here))
-            torch._foreach_zero_([self._views[index] for index in missing])
-            self.tensor.index_fill_(0, self._flags, 1.0)
-            self.tensor.index_fill_(0, self._flags[torch.tensor(missing)], 0.0)
-        for param in self.params:
-            param.grad = None
-
-    @torch.no_grad()
-    def clear_padding(self) -> None:
-        """Remove the flags and the notes: norms are taken of whole buffers. Sync: none."""
-        self.tensor.index_fill_(0, self._flags, 0.0)
-        self.notes.zero_()
-
-    @torch.no_grad()
-    def lend(self) -> None:
-        """Make the parts the gradients of all parameters that a rank has reached.
-
-        Sync: none if this rank has reached them all, else one.
-        """
-        indices: Sequence[int] = range(self._first, self._first + len(self.params))
-        if not self._all_here:
-            reached = (self.tensor[self._flags] > 0).tolist()
-            indices = [index for index, is_reached in zip(indices, reached, strict=True) if is_reached]
-        self.clear_padding()
-        if not (self._all_here and self._places.lend()):
-            self._buffer.lend(indices)
+__all__ = ["CombinedReducer"]
 
 
 class CombinedReducer:
@@ -253,7 +81,7 @@ class CombinedReducer:
         self._agreed: dict[str, str] = {}  # settings
         self._settings: dict[str, str] = {}
         self._steps = 0
-        self._notes = _Notes()
+        self._notes = Notes()
         self._problems: list[str] = []  # why this rank has no gradients to average
         self._due = False  # whether the other ranks wait for the buckets of this backward
         self._buffers: tuple[FlatBuffer, ...] = ()
@@ -311,7 +139,7 @@ class CombinedReducer:
         known = len(self._wanted) == len(self._listed) and all(map(_same, self._wanted, self._listed))
         unfrozen = any(param.requires_grad for flat in self.flats for param in flat.outside)
         rebuilt = not _same(_buffers_of(self.flats), self._buffers)
-        self._notes = _Notes(of_params=not known or unfrozen or rebuilt)
+        self._notes = Notes(of_params=not known or unfrozen or rebuilt)
         self._awaited = True
 
     def begin(self, settings: Mapping[str, str] | None = None, *, steps: int = 0, early: bool = True) -> None:
@@ -356,14 +184,14 @@ class CombinedReducer:
         notes = self._exchange(self._buckets)
         self._settle(notes)
         if notes.of_params:
-            self._notes = _Notes()
+            self._notes = Notes()
             self._exchange_added()
             self._plan()
         elif self._arrived is not None and self._recorded and not notes.without_order:
             self._schedule(self._arrived)
         self._end()
 
-    def _exchange(self, buckets: Sequence[Bucket]) -> _Notes:
+    def _exchange(self, buckets: Sequence[Bucket]) -> Notes:
         """Average over ranks, and make the averages the gradients; return the notes of all ranks."""
         late = (param for bucket in buckets[: len(self._works)] for param in bucket.params if param.grad is not None)
         self._problems += [
@@ -376,25 +204,25 @@ class CombinedReducer:
             bucket.lend()
         return notes
 
-    def _send_and_wait(self, buckets: Sequence[Bucket], *, empty: bool = False) -> _Notes:
+    def _send_and_wait(self, buckets: Sequence[Bucket], *, empty: bool = False) -> Notes:
         """Send the buckets that have not been sent, wait for all, and return the notes of all ranks."""
         for bucket in buckets[len(self._works) :]:
             self._send(bucket, empty=empty)
         try:
-            notes = _Notes() if is_alone() else self._await(buckets)
+            notes = Notes() if is_alone() else self._await(buckets)
         except RuntimeError:  # there is nobody to exchange with
             self._due = False
             raise
         self._due, self._works = False, []
         return notes
 
-    def _await(self, buckets: Sequence[Bucket]) -> _Notes:
+    def _await(self, buckets: Sequence[Bucket]) -> Notes:
         """Wait for what was sent; return the notes of all ranks. Without buckets they are a message of their own."""
         with explained_absence("average gradients"):
             if not buckets:
                 own = torch.tensor(self._told(), device=self._device())
                 dist.all_reduce(own, group=self._group)
-                return _Notes.heard(own.tolist())
+                return Notes.heard(own.tolist())
             for work in self._works:
                 work.wait()
         return _heard(buckets)
@@ -404,7 +232,7 @@ class CombinedReducer:
         of_values = self._notes.of_values or bool(self._problems)
         return self._notes._replace(of_values=of_values, without_order=not self._recorded).numbers()
 
-    def _settle(self, notes: _Notes) -> None:
+    def _settle(self, notes: Notes) -> None:
         """Compare what the notes ask for; raise if this rank has a problem that came too late for a note."""
         if notes.ask_for_comparison:
             self._compare(params=notes.of_params)
@@ -440,7 +268,7 @@ class CombinedReducer:
 
     def _end(self) -> None:
         self._awaited, self._sending, self._due, self._ready, self._works = False, False, False, set(), []
-        self._notes, self._problems, self._recorded = _Notes(), [], False
+        self._notes, self._problems, self._recorded = Notes(), [], False
 
     def _send(self, bucket: Bucket, *, empty: bool = False) -> None:
         misfit = None if empty else bucket.misfit()
@@ -627,13 +455,13 @@ _reducer_counts: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary
 """How many reducers were prepared in each process group. It never falls, so that all ranks know the same number."""
 
 
-def _heard(buckets: Sequence[Bucket]) -> _Notes:
+def _heard(buckets: Sequence[Bucket]) -> Notes:
     """Return the notes of all ranks from buckets that have arrived. Sync: one for each device."""
     by_device: dict[torch.device, list[Tensor]] = {}
     for bucket in buckets:
         by_device.setdefault(bucket.notes.device, []).append(bucket.notes.float())
     largest = [torch.stack(notes).amax(0).tolist() for notes in by_device.values()]
-    return _Notes.heard([max(numbers) for numbers in zip(*largest, strict=True)])
+    return Notes.heard([max(numbers) for numbers in zip(*largest, strict=True)])
 
 
 def _failure() -> str:

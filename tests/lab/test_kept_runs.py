@@ -147,6 +147,25 @@ def test_a_kept_run_continues_and_its_log_goes_on(tmp_path: Path) -> None:
     assert losses(load_run(other.store.log_path).history) == losses(other.history)
 
 
+def test_a_change_of_a_stopped_run_is_in_its_log_once_it_goes_on(tmp_path: Path) -> None:
+    trainer = Trainer(SMALL, log=tmp_path)
+    trainer.run(5)
+    path = trainer.log_path
+    trainer.stop()
+    trainer.change(lr=0.01)
+    trainer.inject("overflow")
+    trainer.reset()
+    trainer.undo()
+    trainer.wait()
+    trainer.run(5)
+    trainer.stop()
+    trainer.wait()
+    run = load_run(path)
+    assert losses(run.history) == losses(trainer.history)
+    assert run.history.changes == trainer.history.changes
+    assert [change.step for change in run.history.changes] == [0, 5, 5]
+
+
 def test_all_levels_from_one_seed_beside_a_run_that_does_not_change(trainer: Trainer) -> None:
     trainer.run(20)
     trainer.compare(steps=40)

@@ -326,6 +326,36 @@ def test_a_held_out_score_has_the_name_of_its_function():
     trainer.stop()
 
 
+def test_a_change_that_cannot_be_made_leaves_the_run_as_it_was():
+    """The optimizer of one's own cannot be built a second time."""
+    works = True
+
+    def make(weights):
+        if not works:
+            raise RuntimeError("no other optimizer")
+        return torch.optim.SGD(weights, lr=0.1)
+
+    batches = [(torch.rand(4, 8), torch.rand(4, 1)) for _ in range(3)]
+    config = registered(nn.Sequential(nn.Linear(8, 16), nn.Linear(16, 1)), batches, loss=F.mse_loss, optimizer=make)
+    trainers = [Trainer(config.changed(optimizer="adam", opt_level="O2", growth_interval=3)) for _ in range(2)]
+    for trainer in trainers:
+        trainer.run(4)
+    works = False
+    trainers[0].change(opt_level="O1", optimizer="own", lr=0.5)
+    changed, other = [trainer.run(4) for trainer in trainers]
+    assert changed.column("loss").tolist() == other.column("loss").tolist()
+    assert changed.column("loss_scale").tolist() == other.column("loss_scale").tolist()
+    assert (trainers[0].state, trainers[0].config, trainers[0].last_change) == ("paused", trainers[1].config, None)
+    (told,) = trainers[0].failures
+    assert told.attempted
+    assert "no other optimizer" in told.text
+    trainers[0].change(lr=0.01)
+    trainers[0].run(1)
+    assert trainers[0].config == trainers[1].config.changed(lr=0.01)
+    for trainer in trainers:
+        trainer.stop()
+
+
 def test_compare_and_twin_take_it():
     trainer = Trainer(registered(Tagger(), TAGS, loss=F.cross_entropy, optimizer=lambda w: torch.optim.SGD(w, lr=0.1)))
     trainer.run(2)

@@ -247,6 +247,37 @@ def test_a_failed_run_says_so_and_a_reset_recovers(trainer, listen):
     assert records(trainer) == records_of(SMALL, 3)
 
 
+def test_a_failed_run_cannot_continue_after_a_reset(trainer):
+    trainer.run(2)
+    fail_at_the_next_forward(trainer)
+    with pytest.raises(RuntimeError, match="failed at step 2"):
+        trainer.run(5)
+    trainer.reset()
+    trainer.run(3)
+    (failed,) = trainer.kept.runs
+    assert failed.error == "Training failed."
+    with pytest.raises(ValueError, match="its training failed"):
+        trainer.continue_from(failed)
+    trainer.undo()
+    assert trainer.wait(20)
+    assert (trainer.state, len(trainer.history)) == ("failed", 2)
+
+
+def test_a_reset_that_cannot_be_made_loses_no_run(trainer, monkeypatch):
+    trainer.run(4)
+    wide = replace(SMALL, hidden=32)
+    monkeypatch.setattr("amplab.lab.models.MODELS", {})
+    trainer.reset(wide)
+    with pytest.raises(RuntimeError, match="The new run cannot begin"):
+        trainer.run(1)
+    monkeypatch.undo()
+    assert (trainer.state, len(trainer.history), trainer.config) == ("failed", 4, SMALL)
+    trainer.reset()
+    trainer.undo()
+    trainer.run(3)
+    assert records(trainer) == records_of(SMALL, 7)
+
+
 def test_a_trace_that_fails_leaves_the_run_alone(trainer, listen):
     ear = listen(trainer)
     handle = trainer._experiment.model.register_forward_pre_hook(lambda *_: 1 / 0)

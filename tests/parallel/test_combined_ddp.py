@@ -13,7 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 from amplab import amp
-from amplab.parallel.combined_reducer import bucket_ends
+from amplab.parallel.buckets import bucket_ends
 from amplab.parallel.ranks import on_this_rank_alone
 from amplab.policies import PrecisionPolicy
 
@@ -277,6 +277,7 @@ def settings_that_differ(rank):
         "class": said(optimizer=(torch.optim.SGD, torch.optim.Adam)[rank]),
         "buckets": said(ddp_replica_count=(4, 8)[rank]),
         "policy": said(policy=PrecisionPolicy(op_rules={"softmax": ("float32", "bfloat16")[rank]})),
+        "on_collapse": said(on_collapse=("raise", "warn")[rank]),
         "equal": said(own={"lr": (1, torch.tensor(1.0))[rank]}, verbosity=0),
         "equal scale": said(loss_scale=(128, "128.0")[rank]),
     }
@@ -412,6 +413,22 @@ def another_scale_on_one_rank(rank):
     return said
 
 
+def saved_scales(rank):
+    """Return the saved scale of two steps at each level with a static scale of 1.0, under `combine_ddp` and DDP."""
+    found = {}
+    for level in ("O0", "O1", "O2", "O3"):
+        found[level] = []
+        for settings in (COMBINED, {}):
+            session, optimizer, called = prepared(make_model(), level, loss_scale=1.0, **settings)
+            for step in range(2):
+                with session.casting():
+                    backward(session, optimizer, called(batch_of(step, rank)).float().square().mean())
+                optimizer.step()
+                optimizer.zero_grad()
+            found[level].append(session.state_dict()["loss_scaler0"])
+    return found
+
+
 def frozen_on_one_rank_under_a_moving_scale(rank):
     """Rank 0 freezes a layer alone: its gradients count as zero, whether or not ranks compare a new scale."""
     model = make_model()
@@ -515,6 +532,7 @@ CHECKS = {
             copies_on_one_rank,
             another_number_of_steps,
             a_tool_steps_on_one_rank,
+            saved_scales,
             frozen_on_one_rank_under_a_moving_scale,
         )
     },
@@ -603,6 +621,12 @@ def test_what_cannot_be_averaged_is_refused_on_every_rank(found, check, said):
         assert re.match(said, message)
 
 
+def test_saved_scale_is_that_of_distributed_data_parallel(found):
+    counted = {"O0": 0, "O1": 0, "O2": 2, "O3": 0}  # apex counts a static scale of 1.0 with masters only
+    expected = {level: [{"loss_scale": 1.0, "unskipped": count}] * 2 for level, count in counted.items()}
+    assert found["saved_scales"] == (expected, expected)
+
+
 @pytest.mark.parametrize(
     ("setting", "said"),
     [
@@ -613,6 +637,7 @@ def test_what_cannot_be_averaged_is_refused_on_every_rank(found, check, said):
         ("class", r"the optimizer is torch.optim.sgd.SGD on rank 0 and torch.optim.adam.Adam on rank 1\. "),
         ("buckets", r"ddp_replica_count is 4 on rank 0 and 8 on rank 1\."),
         ("policy", r"policy is .*float32 on rank 0 and .*bfloat16 on rank 1\."),
+        ("on_collapse", r"on_collapse is raise on rank 0 and warn on rank 1\."),
     ],
 )
 def test_settings_that_differ_are_refused_on_every_rank(found, setting, said):

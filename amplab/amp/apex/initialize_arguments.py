@@ -210,14 +210,16 @@ def settings_in_common(
     num_losses: int,
     optimizers: Sequence[Optimizer],
     policy: PrecisionPolicy | None,
+    on_collapse: str,
 ) -> dict[str, str]:
     """Return what all ranks of ``combine_ddp`` must have in common, besides their models: values as text, by name.
 
-    That is the level and its overrides, the policy, the rule of the loss scale, and of each optimizer the class and the
-    settings of each parameter group. Optimizer state is not compared. Sync: one for each setting on a device.
+    That is the level and its overrides, the policy, the rule of the loss scale, ``on_collapse``, and of each optimizer
+    the class and the settings of each parameter group. Optimizer state is not compared. Sync: one for each setting on a
+    device.
     """
     common = {field.name: _as_text(getattr(properties, field.name)) for field in dataclasses.fields(properties)}
-    common["policy"] = str(policy)
+    common |= {"policy": str(policy), "on_collapse": on_collapse}
     if properties.loss_scale == "dynamic":
         common["the rule of the loss scale"] = repr(rule)
     common["num_losses"] = str(num_losses)

@@ -295,7 +295,7 @@ class LossScaling:
         hooked = self._hooked(optimizers, scaler)
         self._hooks.refuse_sharded_since()
         scale = scaler.scale
-        if scale == 1.0 and self._nothing_to_do(scaler, hooked):
+        if self._nothing_to_do(scaler, hooked):
             yield loss.float()
             return
         for each in hooked:
@@ -324,13 +324,17 @@ class LossScaling:
                 "parameters this backward reaches; for the gradients of inputs alone use amp.scaled_grad."
             )
         chosen = list(optimizers) if isinstance(optimizers, list | tuple) else [optimizers]
-        if scaler.scale == 1.0 and not (scaler.dynamic or self._master_weights):
-            # Nothing is unscaled here. Scripts rely on it with optimizers of inputs, which initialize has not seen.
+        if self._leaves_gradients(scaler):
+            # Scripts rely on it with optimizers of inputs, which initialize has not seen.
             chosen = [each for each in chosen if not isinstance(each, Optimizer) or self._hooks.knows(each)]
         return list(dict.fromkeys(self._hooks.hooked(each) for each in chosen))
 
+    def _leaves_gradients(self, scaler: LossScaler) -> bool:
+        """Whether apex leaves the gradients of a backward as they are, does not check them, and does not count it."""
+        return scaler.scale == 1.0 and not (scaler.dynamic or self._master_weights)
+
     def _nothing_to_do(self, scaler: LossScaler, hooked: Sequence[HookedOptimizer]) -> bool:
-        quiet = not (scaler.dynamic or self._subscribers)
+        quiet = self._leaves_gradients(scaler) and not self._subscribers
         return quiet and all(each.passes_gradients_through for each in hooked)
 
     def _decide(
@@ -346,7 +350,8 @@ class LossScaling:
         found = (scaler.dynamic or bool(self._subscribers)) and found_inf is not None and bool(found_inf)
         skipped = found and scaler.dynamic
         first = self._hooks.first_nonfinite(hooked) if found else None
-        scaler.update(skipped)
+        if not self._leaves_gradients(scaler):
+            scaler.update(skipped)
         record = ScaleRecord(loss_id, scale, scaler.scale, found, skipped, first, loss.detach())
         for each in hooked if skipped else ():
             each.skip_next_step(record, scaler.loss_scale)

@@ -282,7 +282,7 @@ class Session:
         )
         ddp = None
         if buckets is not None:
-            common = settings_in_common(properties, rule, num_losses, chosen_optimizers, policy)
+            common = settings_in_common(properties, rule, num_losses, chosen_optimizers, policy, on_collapse)
             ddp = CombinedDDP(chosen_models, replica_count=buckets, settings=common)
         if verbosity > 0 and is_first_rank():
             print(banner(level, properties))  # noqa: T201  as apex does

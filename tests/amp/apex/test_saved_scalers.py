@@ -39,6 +39,28 @@ def test_round_trip_by_number(prepared, capsys):
     assert capsys.readouterr().out == ""
 
 
+@pytest.mark.parametrize("settings", [{}, {"combine_grad": True}], ids=str)
+@pytest.mark.parametrize("is_observed", [False, True])
+@pytest.mark.parametrize("trained", [slice(None), slice(1, None)], ids=["all", "float32 at O2"])
+@pytest.mark.parametrize(
+    ("level", "scale", "counted"), [("O0", 1.0, 0), ("O1", 1.0, 0), ("O3", 1.0, 0), ("O2", 1.0, 3), ("O1", 2.0, 3)]
+)
+def test_static_scale_of_one_is_counted_with_masters_only(
+    session, settings, is_observed, trained, level, scale, counted
+):
+    """As in apex, where `scale_loss` then leaves the gradients as they are."""
+    model = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
+    optimizer = torch.optim.SGD(model[trained].parameters(), lr=0.1)
+    session.initialize(model, optimizer, opt_level=level, loss_scale=scale, verbosity=0, **settings)
+    if is_observed:
+        session.subscribe(lambda _record: None)
+    for _ in range(3):
+        with session.casting(), session.scale_loss(model(torch.rand(4, 2)).float().sum(), optimizer) as scaled:
+            scaled.backward()
+        optimizer.step()
+    assert session.state_dict() == {"loss_scaler0": entry(scale, counted)}
+
+
 def test_other_counts_are_told(prepared, capsys):
     session = prepared()
     session.load_state_dict({"loss_scaler5": entry(4.0), "loss_scaler0": entry(2.0)})

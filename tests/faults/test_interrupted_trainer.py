@@ -1,0 +1,145 @@
+"""Ctrl-C in a control of a trainer, subscribers that raise whatever they can, and the end of Python."""
+
+import itertools
+import os
+import subprocess
+import sys
+import threading
+
+import pytest
+import torch
+from interrupts import PACKAGE, interrupted_everywhere
+
+from amplab.lab import ExperimentConfig, Failed, StepRecord, Trainer
+
+SMALL = ExperimentConfig(hidden=16)
+FILES = [f"{PACKAGE}/lab/trainer.py", f"{PACKAGE}/lab/worker.py"]
+LOCKS = {"folders": [threading.__file__], "functions": ["__enter__"]}
+CONTROLS = {
+    "start": lambda trainer: trainer.start(3),
+    "run": lambda trainer: trainer.run(3),
+    "step": Trainer.step,
+    "reset": Trainer.reset,
+    "change": lambda trainer: trainer.change(lr=0.01),
+    "set_speed": lambda trainer: trainer.set_speed(1000.0),
+    "inject": lambda trainer: trainer.inject("nan"),
+    "request": Trainer.request_trace,
+    "undo": Trainer.undo,
+    "stop": Trainer.stop,
+}
+
+
+@pytest.fixture(autouse=True)
+def kernels(monkeypatch):
+    monkeypatch.setenv("AMPLAB_KERNELS", "reference")
+
+
+def in_another_thread(question):
+    """Return the answer of a thread of its own, None if it takes 20 seconds."""
+    answers = []
+    thread = threading.Thread(target=lambda: answers.append(question()), daemon=True)
+    thread.start()
+    thread.join(20)
+    return answers[0] if answers else None
+
+
+def check_all_works(trainer, number, interrupt):
+    """Check that nothing is locked, that nothing runs on, that requests are answered, and that a run trains."""
+    lock = trainer._worker.lock
+    assert in_another_thread(lambda: lock.acquire(timeout=10) and (lock.release() or True)), interrupt
+    assert trainer.wait(20), interrupt
+    assert trainer.state != "running", interrupt
+    traced = threading.Event()
+    trainer.subscribe(lambda event: traced.set() if type(event).__name__ == "TraceReady" else None)
+    trainer.reset()
+    trainer.request_trace()
+    trainer.run(2)
+    assert trainer.history.column("step").tolist() == [0, 1], interrupt
+    assert traced.is_set(), interrupt
+    assert in_another_thread(torch.get_num_threads) == number, interrupt
+
+
+@pytest.mark.parametrize("where", [{"folders": FILES}, LOCKS], ids=["trainer", "locks"])
+@pytest.mark.parametrize("control", CONTROLS)
+def test_ctrl_c_in_a_control_leaves_a_trainer_that_works(request, control, where):
+    number, trainers = in_another_thread(torch.get_num_threads), []
+
+    def act():
+        trainers.append(Trainer(SMALL))
+        CONTROLS[control](trainers[-1])
+
+    every = 1 if request.config.getoption("-m") == "long" else 9
+    for interrupt in itertools.islice(interrupted_everywhere(act, first=4, every=every, **where), 200):
+        if trainers:
+            check_all_works(trainers.pop(), number, interrupt)
+        trainers.clear()
+
+
+class Unprintable(Exception):
+    def __repr__(self):
+        raise ValueError("no repr")
+
+    __str__ = __repr__
+
+
+class Raising:
+    """A subscriber that raises at every step and at every report of a failure, and whose repr raises."""
+
+    def __init__(self, error):
+        self.error = error
+
+    def __call__(self, event):
+        if isinstance(event, StepRecord | Failed):
+            raise self.error
+
+    def __repr__(self):
+        raise ValueError("no repr")
+
+
+@pytest.mark.parametrize("error", [SystemExit(3), KeyboardInterrupt(), GeneratorExit(), Unprintable()], ids=type)
+def test_whatever_a_subscriber_raises_the_run_goes_on(error):
+    trainer = Trainer(SMALL)
+    trainer.subscribe(Raising(error))
+    trainer.start(6)
+    assert trainer.wait(20)
+    assert (trainer.state, len(trainer.history)) == ("paused", 6)
+    assert len(trainer.failures) == 1
+    assert type(error).__name__ in trainer.failures[0].text
+
+
+def test_a_question_that_ends_the_thread_raises_in_the_caller():
+    trainer = Trainer(SMALL)
+
+    def ask():
+        with pytest.raises(SystemExit):
+            trainer._worker.ask(sys.exit)
+        return "raised"
+
+    assert in_another_thread(ask) == "raised"
+    assert len(trainer.run(2)) == 2
+
+
+AT_THE_END = """
+import atexit
+def at_the_end():  # runs after the trainers have ended
+    print(trainer.comparison)
+    for ask in (trainer.score, trainer.step, lambda: trainer.run(1)):
+        try:
+            ask()
+        except RuntimeError as error:
+            print(error)
+atexit.register(at_the_end)
+from amplab.lab import ExperimentConfig, Trainer
+trainer = Trainer(ExperimentConfig(hidden=16))
+trainer.run(1)
+trainer.compare(steps=10**6)
+while trainer.comparison is None:
+    pass
+"""
+
+
+def test_a_comparison_ends_with_python_and_nothing_waits_for_an_ended_trainer():
+    command = [sys.executable, "-c", AT_THE_END]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=150, check=False, env=os.environ.copy())
+    none, *refusals = result.stdout.splitlines()
+    assert (result.returncode, result.stderr, none, len(refusals)) == (0, "", "None", 3)
