@@ -10,13 +10,13 @@ The files, by part::
     code of your own        own_task, batches
     training                experiment (one step), trainer (states and controls), worker (its thread), events
     one step in stages      step_stages
-    the run                 history (in memory), changes (made by a person), run_log (on disk), run_store (both),
+    the run                 history (in memory), changes (made by a person), run_log (on disk; a folder), run_store (both),
                             checkpoints, skip_explanation, past_skips, step_explainer, run_status, findings,
                             config_remedies
     single effects          scenarios
     to take along           run_export (CSV, JSON), html_report
     memory                  memory_count, memory_fit (what fits on a card)
-    several ranks           rank_logs (as one run), rank_watch (ranks compared), rank_exchange (in each step),
+    several ranks           run_log.ranks (as one run), rank_watch (ranks compared), rank_exchange (in each step),
                             rank_training (`amplab train`)
     several runs            kept_runs (beside the present one), comparison (all levels), undo
     your own loop           watch, watched_run, scale_probe, gradient_measure, idle_optimizers,

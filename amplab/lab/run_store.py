@@ -23,8 +23,8 @@ from amplab.lab.config import ExperimentConfig
 from amplab.lab.events import GradientSample, MixedScales, StepRecord, StepRow
 from amplab.lab.findings import LOOK_BACK, finding_to_log
 from amplab.lab.history import History, row_of
-from amplab.lab.rank_logs import rank_log
 from amplab.lab.run_log import MOST_WAITING, DiskFull, RunLog, create_free, free_path, load_run, new_path
+from amplab.lab.run_log.ranks import rank_log
 from amplab.lab.skip_explanation import ExplanationBudget, SkipExplanation
 from amplab.lab.watched_run import WatchedRun
 from amplab.parallel.rank_state import RankState
@@ -41,7 +41,7 @@ class RunStore:
     Args:
         config: What the run starts with.
         log: A folder (a new file is named in it), a file (path-2, path-3, … if it exists), or None for no log. If
-            several processes train together, a folder takes the place of the file, with a log of each; see `rank_logs`.
+            several processes train together, a folder takes the place of the file, with a log of each; see `run_log.ranks`.
         on_failure: Called with a message if the log cannot be written.
         advice: The last sentence of that message: how the next run has a log.
 

@@ -1,0 +1,218 @@
+"""The writer of a run log, which loses no line that the disk can hold.
+
+Each step reaches the operating system as it ends, so a killed process loses none; its last line may be cut off. On a
+disk that needs more than 0.2 ms for a write, steps wait for a later step, which is written after at most
+`FLUSH_SECONDS`; a process that is killed before that, also in a long pause of its loop, loses those that wait. While a
+disk is full, up to `MOST_WAITING` lines wait in memory; what was written of them is removed before they are written
+again, so that no line in the middle is torn.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import time
+import weakref
+from contextlib import suppress
+from pathlib import Path
+
+from amplab.display.numbers import count
+from amplab.lab.config import ExperimentConfig
+from amplab.lab.events import GradientSample, MixedScales, StepRecord, StepRow
+from amplab.lab.history import row_of
+from amplab.lab.run_log.event_lines import mixed_scales_event, sample_event
+from amplab.lab.run_log.header import new_header
+from amplab.lab.run_log.json_lines import json_line
+from amplab.lab.run_log.lock import hold
+from amplab.lab.run_log.ranks import is_rank_log
+from amplab.lab.run_log.step_lines import step_line
+from amplab.lab.skip_explanation import SkipExplanation
+from amplab.lab.watched_run import WatchedRun
+from amplab.parallel.rank_state import RankState
+from amplab.parallel.ranks import Rank
+
+__all__ = ["FLUSH_SECONDS", "MOST_WAITING", "DiskFull", "RunLog"]
+
+FLUSH_SECONDS = 0.2
+"""The longest time from one write to the next on a slow disk, while steps go on."""
+
+MOST_WAITING = 2**16
+"""Lines that wait in memory for space on a full disk: 6 MB of steps."""
+
+_FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
+_QUICK = 2e-4  # seconds of a write; after a longer one the next steps are written together
+_SHARE = 0.05  # of the time, at most, that writing then takes
+_RETRY_SECONDS = 1.0  # between two attempts to write to a full disk
+
+
+class DiskFull(OSError):
+    """A run log cannot grow now; its lines wait in memory, and a later flush writes them."""
+
+
+class RunLog:
+    """The log of one run, open for appending; it never overwrites another file. A forked process writes nothing to it.
+
+    Every method that writes raises an OSError if lines are lost: the log was deleted or shortened meanwhile, more than
+    `MOST_WAITING` lines wait for a full disk, the disk has another error. Before that, a full disk is a `DiskFull`,
+    once for each attempt to write.
+
+    Args:
+        path: A file that does not exist yet; its folder is created.
+        config: What the run starts with.
+        is_continued: Whether `path` is the closed log of the same run, which is continued.
+        rank: This process, of several that train together.
+
+    Raises:
+        OSError: The file cannot be created or written (FileExistsError if it exists and is not continued).
+    """
+
+    def __init__(
+        self,
+        path: Path,
+        config: ExperimentConfig | WatchedRun,
+        *,
+        is_continued: bool = False,
+        rank: Rank | None = None,
+    ) -> None:
+        self.path = path
+        self._process = os.getpid()
+        self._pending: list[tuple[StepRow | None, str]] = []  # lines, those of steps with their row
+        self._written: StepRow | None = None  # the last step in the file
+        self._is_torn = False  # whether a write has begun that did not end
+        self._retry = 0.0  # when a full disk is tried again
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self._file = open(path, "ab" if is_continued else "xb", buffering=0, opener=_open_to_append)  # noqa: SIM115
+        self._closed_with_me = weakref.finalize(self, self._file.close)
+        self._due = 0.0  # when the next step is written
+        self._took = 0.0  # seconds of the last write
+        self._size = os.fstat(self._file.fileno()).st_size
+        is_held = is_rank_log(path) and hold(self._file.fileno())
+        if is_continued:
+            return
+        self._add(new_header(path, config, rank, is_held=is_held))
+        with suppress(DiskFull):  # the next flush says so
+            self.flush()
+
+    def append(self, record: StepRecord) -> None:
+        """Write one step; on a slow disk together with the next ones."""
+        self.append_row(row_of(record))
+
+    def append_row(self, row: StepRow) -> None:
+        """Write one step as its values."""
+        if self._is_forked():
+            return
+        self._pending.append((row, step_line(row)))
+        if time.monotonic() >= self._due:
+            self.flush()
+
+    def note(self, event: str, *, step: int, **details: object) -> None:
+        """Write an event at `step`: its name, and words or numbers that describe it."""
+        if self._is_forked():
+            return
+        self._add({"event": event, "step": step, **details})
+        self.flush()
+
+    def keep(self, sample: GradientSample) -> None:
+        """Write a histogram of the gradients as an event."""
+        self.note("gradients", **sample_event(sample))
+
+    def explain(self, explanation: SkipExplanation) -> None:
+        """Write why a step was skipped as an event."""
+        self.note("explanation", **explanation.as_dict())
+
+    def keep_scales(self, mixed: MixedScales) -> None:
+        """Write the scales of a step whose backwards had different ones as an event."""
+        self.note("scales", **mixed_scales_event(mixed))
+
+    @property
+    def last_row(self) -> StepRow | None:
+        """The last step that was appended; None before the first of this process."""
+        return next((row for row, _ in reversed(self._pending) if row is not None), self._written)
+
+    @property
+    def waiting(self) -> int:
+        """The number of lines that are not in the file yet."""
+        return len(self._pending)
+
+    def flush(self) -> None:
+        """Pass every line to the operating system; after an interrupt or on a full disk, the next flush does."""
+        if self._is_forked() or not self._pending:
+            return
+        began = time.monotonic()
+        if began < self._retry:
+            return
+        lines, last = len(self._pending), self.last_row
+        try:
+            size = self._append("".join(line for _, line in self._pending[:lines]))
+        except OSError as error:
+            if error.errno not in _FULL or lines > MOST_WAITING:
+                raise
+            self._retry = self._due = began + _RETRY_SECONDS
+            raise DiskFull(error.errno, error.strerror, str(self.path)) from None
+        rest = self._pending[lines:]
+        # One line without a call: CPython lets no interrupt in between.
+        self._pending, self._written, self._size, self._is_torn = rest, last, size, False
+        ended = time.monotonic()
+        before, self._took = self._took, ended - began
+        shorter = min(before, self._took)  # in the longer one the system may have run another process
+        self._due = ended + min(FLUSH_SECONDS, shorter / _SHARE) if shorter > _QUICK else 0.0
+
+    def _append(self, text: str) -> int:
+        """Write text to the end of the file, and return the size of the file then."""
+        found = os.fstat(self._file.fileno())
+        if not found.st_nlink:
+            raise FileNotFoundError(errno.ENOENT, "it was deleted during the run", str(self.path))
+        if found.st_size < self._size:
+            raise OSError(errno.EIO, "another program has shortened it during the run", str(self.path))
+        size = found.st_size
+        if self._is_torn and size > self._size:
+            self._file.truncate(self._size)
+            size = self._size
+        self._is_torn = True
+        # A file name that is no UTF-8, in the text of an exception, must not end the training.
+        rest = memoryview(text.encode("utf-8", "backslashreplace"))
+        size += len(rest)
+        try:
+            while rest:
+                rest = rest[self._file.write(rest) :]
+        except OSError:
+            with suppress(OSError):  # else the next write does it, or a reader drops the part
+                self._file.truncate(self._size)
+            raise
+        return size
+
+    def keep_state(self, state: RankState) -> None:
+        """Write the state of this rank as an event."""
+        self.note("state", **state.as_dict())
+
+    def close(self, *, steps: int = 0, raised: str = "") -> None:
+        """Flush and close; no effect if closed already. The log of a rank then says that it ended in order.
+
+        Args:
+            steps: the number of its steps.
+            raised: the exception that ended the loop, in words; "" for none.
+        """
+        if self._file.closed:
+            return
+        self._retry = 0.0
+        try:
+            if is_rank_log(self.path):
+                self.note("end", step=steps, raised=raised)
+            self.flush()
+        except DiskFull as error:
+            lost = f"{error.strerror}; its last {count(self.waiting, 'line')} are lost"
+            raise OSError(error.errno, lost, str(self.path)) from None
+        finally:
+            self._file.close()
+
+    def _add(self, values: object) -> None:
+        """Add a line that is not a step."""
+        self._pending.append((None, json_line(values)))
+
+    def _is_forked(self) -> bool:
+        """Return whether this is a copy of the process that opened the log, which goes on to write the same steps."""
+        return os.getpid() != self._process
+
+
+def _open_to_append(path: str, flags: int) -> int:
+    return os.open(path, flags | os.O_APPEND, 0o666)
