@@ -10,7 +10,7 @@ The files, by part::
     code of your own        own_task, batches
     training                experiment (one step), trainer (states and controls), worker (its thread), events
     one step in stages      step_stages
-    the run                 history (in memory), changes (made by a person), run_log (on disk; a folder), run_store (both),
+    the run                 history (in memory), changes (made by a person), run_log (on disk), run_store (both),
                             checkpoints, skip_explanation, past_skips, step_explainer, run_status, findings,
                             config_remedies
     single effects          scenarios

@@ -41,7 +41,8 @@ class RunStore:
     Args:
         config: What the run starts with.
         log: A folder (a new file is named in it), a file (path-2, path-3, … if it exists), or None for no log. If
-            several processes train together, a folder takes the place of the file, with a log of each; see `run_log.ranks`.
+            several processes train together, a folder takes the place of the file, with a log of each; see
+            `run_log.ranks`.
         on_failure: Called with a message if the log cannot be written.
         advice: The last sentence of that message: how the next run has a log.
 
@@ -134,7 +135,7 @@ class RunStore:
         row, place = self._appending
         if len(self.history) == place:
             self.history.append_row(row)
-        if self._wanted is not None and (self._log is None or self._log.last_row is not row):
+        if self._wanted is not None and (self._log is None or self._log.last_step != row[0]):
             self._write(self._wanted, RunLog.append_row, row)
         self._appending = None
 

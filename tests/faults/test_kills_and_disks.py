@@ -252,6 +252,59 @@ def test_a_disk_that_stays_full_loses_the_last_lines_and_says_how_many(tmp_path)
     assert (len(run.history), run.truncated) == (20, False)
 
 
+def test_lines_that_wait_are_written_as_far_as_they_fit_when_the_log_closes(tmp_path):
+    path = tmp_path / "run.jsonl"
+
+    def free_some_space_at_the_end():
+        store, told = store_in(path)
+        add_steps(store, 20)
+        store.flush()
+        size = path.stat().st_size
+        limit(size + 40)
+        add_steps(store, 30)
+        store.note("restart", step=50)
+        limit(size + 1000)
+        store.close()
+        return told, size + 1000 - path.stat().st_size
+
+    (_, lost), free = in_a_fork(free_some_space_at_the_end)
+    run = load_run(path)
+    assert (run.truncated, 25 < len(run.history) < 50) == (False, True)
+    assert 0 <= free < max(map(len, path.read_bytes().splitlines(keepends=True)[1:]))
+    assert f"its last {51 - len(run.history)} lines are lost" in lost
+
+
+def test_lines_that_fit_are_in_the_log_while_the_others_wait(tmp_path):
+    """The disk has space for one more step again and again, then for all."""
+    path = tmp_path / "run.jsonl"
+
+    def free_a_line_at_a_time():
+        store, told = store_in(path)
+        add_steps(store, 5)
+        store.flush()
+        limit(path.stat().st_size + 40)
+        add_steps(store, 20)
+        store.note("restart", step=25)
+        seen = []
+        for _ in range(10):
+            limit(path.stat().st_size + 90)
+            store._log._retry = 0.0
+            store.flush()
+            run = load_run(path)
+            seen.append([len(run.history), run.truncated, store._log.waiting])
+        limit(resource.RLIM_INFINITY)
+        add_steps(store, 5)
+        store.close()
+        return told, seen
+
+    (waits,), seen = in_a_fork(free_a_line_at_a_time)
+    assert "wait in memory" in waits
+    assert seen == [[5 + each, False, 21 - each] for each in range(1, 11)]
+    run = load_run(path)
+    assert run.history.column("step").tolist() == list(range(30))
+    assert run.events == ({"event": "restart", "step": 25},)
+
+
 def test_a_watch_warns_that_lines_wait_and_that_they_are_lost(tmp_path):
     def watch_until_the_disk_is_full():
         model = torch.nn.Linear(4, 2)

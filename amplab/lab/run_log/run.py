@@ -40,7 +40,7 @@ class Run:
         version: The version of amplab that wrote the log.
         rank: Of the process that wrote the log; None for one process, and for the joined run of several.
         world_size: The number of processes that trained together.
-        ranks: The runs of the single ranks, in order, if this is the run that they are together; see `amplab.lab.run_log.ranks`.
+        ranks: The runs of the single ranks, in order, if this is the run that they are together; see `ranks`.
         held: Host and inode of a rank's log, which its process locks while it writes it; ("", 0) if it could not.
     """
 

@@ -3,8 +3,8 @@
 Each step reaches the operating system as it ends, so a killed process loses none; its last line may be cut off. On a
 disk that needs more than 0.2 ms for a write, steps wait for a later step, which is written after at most
 `FLUSH_SECONDS`; a process that is killed before that, also in a long pause of its loop, loses those that wait. While a
-disk is full, up to `MOST_WAITING` lines wait in memory; what was written of them is removed before they are written
-again, so that no line in the middle is torn.
+disk is full, the lines that fit are written, and up to `MOST_WAITING` others wait in memory. A part of a line is
+removed from the file at once, so that no line in the middle is torn.
 """
 
 from __future__ import annotations
@@ -36,13 +36,14 @@ __all__ = ["FLUSH_SECONDS", "MOST_WAITING", "DiskFull", "RunLog"]
 FLUSH_SECONDS = 0.2
 """The longest time from one write to the next on a slow disk, while steps go on."""
 
-MOST_WAITING = 2**16
-"""Lines that wait in memory for space on a full disk: 6 MB of steps."""
+MOST_WAITING = 2**18
+"""Lines that wait in memory for space on a full disk: 40 MB of steps."""
 
 _FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 _QUICK = 2e-4  # seconds of a write; after a longer one the next steps are written together
 _SHARE = 0.05  # of the time, at most, that writing then takes
 _RETRY_SECONDS = 1.0  # between two attempts to write to a full disk
+_BLOCK = 2**12  # lines that are written together: an attempt on a full disk costs at most some ms
 
 
 class DiskFull(OSError):
@@ -76,8 +77,8 @@ class RunLog:
     ) -> None:
         self.path = path
         self._process = os.getpid()
-        self._pending: list[tuple[StepRow | None, str]] = []  # lines, those of steps with their row
-        self._written: StepRow | None = None  # the last step in the file
+        self._pending: list[str] = []  # lines that are not in the file yet
+        self._written: int | None = None  # the last step in the file
         self._is_torn = False  # whether a write has begun that did not end
         self._retry = 0.0  # when a full disk is tried again
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -101,7 +102,7 @@ class RunLog:
         """Write one step as its values."""
         if self._is_forked():
             return
-        self._pending.append((row, step_line(row)))
+        self._pending.append(step_line(row))
         if time.monotonic() >= self._due:
             self.flush()
 
@@ -125,9 +126,9 @@ class RunLog:
         self.note("scales", **mixed_scales_event(mixed))
 
     @property
-    def last_row(self) -> StepRow | None:
-        """The last step that was appended; None before the first of this process."""
-        return next((row for row, _ in reversed(self._pending) if row is not None), self._written)
+    def last_step(self) -> int | None:
+        """The number of the last step that was appended; None before the first of this process."""
+        return _last_step(self._pending, self._written)
 
     @property
     def waiting(self) -> int:
@@ -136,50 +137,61 @@ class RunLog:
 
     def flush(self) -> None:
         """Pass every line to the operating system; after an interrupt or on a full disk, the next flush does."""
-        if self._is_forked() or not self._pending:
-            return
         began = time.monotonic()
-        if began < self._retry:
+        if self._is_forked() or not self._pending or began < self._retry:
             return
-        lines, last = len(self._pending), self.last_row
         try:
-            size = self._append("".join(line for _, line in self._pending[:lines]))
+            while self._pending:
+                self._write_block()
         except OSError as error:
-            if error.errno not in _FULL or lines > MOST_WAITING:
+            if error.errno not in _FULL or self.waiting > MOST_WAITING:
                 raise
             self._retry = self._due = began + _RETRY_SECONDS
             raise DiskFull(error.errno, error.strerror, str(self.path)) from None
-        rest = self._pending[lines:]
-        # One line without a call: CPython lets no interrupt in between.
-        self._pending, self._written, self._size, self._is_torn = rest, last, size, False
         ended = time.monotonic()
         before, self._took = self._took, ended - began
         shorter = min(before, self._took)  # in the longer one the system may have run another process
         self._due = ended + min(FLUSH_SECONDS, shorter / _SHARE) if shorter > _QUICK else 0.0
 
-    def _append(self, text: str) -> int:
-        """Write text to the end of the file, and return the size of the file then."""
+    def _write_block(self) -> None:
+        """Write the first of the lines that wait. Raises OSError after those that fit."""
+        # A file name that is no UTF-8, in the text of an exception, must not end the training.
+        data = "".join(self._pending[:_BLOCK]).encode("utf-8", "backslashreplace")
+        end = self._end_of_file()
+        self._is_torn = True
+        written, refusal = self._write_lines(data, end)
+        done = data.count(b"\n", 0, written)
+        last = _last_step(self._pending[:done], self._written)
+        rest, size = self._pending[done:], end + written
+        # One line without a call: CPython lets no interrupt in between.
+        self._pending, self._written, self._size, self._is_torn = rest, last, size, refusal is not None
+        if refusal is not None:
+            raise refusal
+
+    def _end_of_file(self) -> int:
+        """Return where the next line begins; what a write that was interrupted has left there is removed."""
         found = os.fstat(self._file.fileno())
         if not found.st_nlink:
             raise FileNotFoundError(errno.ENOENT, "it was deleted during the run", str(self.path))
         if found.st_size < self._size:
             raise OSError(errno.EIO, "another program has shortened it during the run", str(self.path))
-        size = found.st_size
-        if self._is_torn and size > self._size:
+        if self._is_torn and found.st_size > self._size:
             self._file.truncate(self._size)
-            size = self._size
-        self._is_torn = True
-        # A file name that is no UTF-8, in the text of an exception, must not end the training.
-        rest = memoryview(text.encode("utf-8", "backslashreplace"))
-        size += len(rest)
+            return self._size
+        return found.st_size
+
+    def _write_lines(self, data: bytes, end: int) -> tuple[int, OSError | None]:
+        """Write lines to the end of the file; return the bytes of those in it, and why there are no more, or None."""
+        written = 0
         try:
-            while rest:
-                rest = rest[self._file.write(rest) :]
-        except OSError:
+            while written < len(data):
+                written += self._file.write(memoryview(data)[written:])
+        except OSError as error:
+            written = data.rfind(b"\n", 0, written) + 1
             with suppress(OSError):  # else the next write does it, or a reader drops the part
-                self._file.truncate(self._size)
-            raise
-        return size
+                self._file.truncate(end + written)
+            return written, error
+        return written, None
 
     def keep_state(self, state: RankState) -> None:
         """Write the state of this rank as an event."""
@@ -207,7 +219,7 @@ class RunLog:
 
     def _add(self, values: object) -> None:
         """Add a line that is not a step."""
-        self._pending.append((None, json_line(values)))
+        self._pending.append(json_line(values))
 
     def _is_forked(self) -> bool:
         """Return whether this is a copy of the process that opened the log, which goes on to write the same steps."""
@@ -216,3 +228,8 @@ class RunLog:
 
 def _open_to_append(path: str, flags: int) -> int:
     return os.open(path, flags | os.O_APPEND, 0o666)
+
+
+def _last_step(lines: list[str], before: int | None) -> int | None:
+    """Return the number of the last step among lines; `before` if there is none."""
+    return next((int(each[1 : each.index(",")]) for each in reversed(lines) if each.startswith("[")), before)
