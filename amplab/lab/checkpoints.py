@@ -234,7 +234,7 @@ def _prune(folder: Path) -> None:
     for path in list(_newest_first(folder))[KEPT:]:
         with suppress(OSError):
             path.unlink()
-    for log in [log for log in _held if not log.with_suffix(SUFFIX).exists()]:
+    for log in [log for log in _held if not os.path.exists(log.with_suffix(SUFFIX))]:
         os.close(_held.pop(log))
 
 

@@ -305,6 +305,26 @@ def test_lines_that_fit_are_in_the_log_while_the_others_wait(tmp_path):
     assert run.events == ({"event": "restart", "step": 25},)
 
 
+def test_a_disk_that_is_full_for_a_hundred_thousand_steps_loses_none(tmp_path):
+    path = tmp_path / "run.jsonl"
+
+    def fill_the_disk_for_a_while():
+        store, told = store_in(path)
+        add_steps(store, 5)
+        store.flush()
+        limit(path.stat().st_size + 40)
+        add_steps(store, 100_000)
+        store._log._retry = 0.0
+        store.flush()
+        limit(resource.RLIM_INFINITY)
+        store.close()
+        return told
+
+    (waits,) = in_a_fork(fill_the_disk_for_a_while)
+    assert "wait in memory" in waits
+    assert len(load_run(path).history) == 100_005
+
+
 def test_a_watch_warns_that_lines_wait_and_that_they_are_lost(tmp_path):
     def watch_until_the_disk_is_full():
         model = torch.nn.Linear(4, 2)

@@ -6,9 +6,10 @@ import platform
 from dataclasses import asdict
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from amplab import __version__
+from amplab.amp.run_state.paths import special_kind
 from amplab.lab.config import ExperimentConfig
 from amplab.lab.history import COLUMNS
 from amplab.lab.run_log.json_lines import is_count, read_json
@@ -17,7 +18,17 @@ from amplab.lab.run_log.step_lines import OLD_NAMES
 from amplab.lab.watched_run import WatchedRun
 from amplab.parallel.ranks import Rank
 
-__all__ = ["COLUMNS_OF", "FORMAT", "LONGEST_HEADER", "held_by", "launch_of", "new_header", "read_config", "read_header"]
+__all__ = [
+    "COLUMNS_OF",
+    "FORMAT",
+    "LONGEST_HEADER",
+    "held_by",
+    "launch_of",
+    "new_header",
+    "open_log",
+    "read_config",
+    "read_header",
+]
 
 FORMAT = 4
 """Version of the file format, the value of "amplab_run" in the header."""
@@ -50,6 +61,15 @@ def new_header(
 def held_by(path: Path) -> list[str | int]:
     """Return what tells a log from a copy of it elsewhere: the host and the inode."""
     return [platform.node(), path.stat().st_ino]
+
+
+def open_log(path: Path) -> BinaryIO:
+    """Open a log for reading. Raises: ValueError, if it is a pipe or a device, which may have no end."""
+    if kind := special_kind(path):
+        raise ValueError(
+            f"{path}: not a regular file but {kind}; expected a run log, such as one in {runs_directory()}."
+        )
+    return path.open("rb")
 
 
 def read_header(path: Path, line: bytes) -> dict[str, Any]:
@@ -99,6 +119,6 @@ def launch_of(path: Path) -> tuple[str, int]:
     Raises:
         OSError, ValueError: As `load_run`.
     """
-    with path.open("rb") as file:
+    with open_log(path) as file:
         header = read_header(path, file.readline(LONGEST_HEADER))
     return header.get("launch", ""), header.get("world_size", 1)

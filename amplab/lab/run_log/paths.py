@@ -1,4 +1,4 @@
-"""Where run logs are: their folder, free names in it, and places at which no log can be written."""
+"""Where run logs are: their folder, free names in it, and places where no log can be."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from os import PathLike
 from pathlib import Path
 from typing import TypeVar
 
-from amplab.amp.run_state.paths import given_path, short_name, target_of
+from amplab.amp.run_state.paths import given_path, short_name, special_kind, target_of
 from amplab.lab.config import ExperimentConfig
 from amplab.lab.watched_run import WatchedRun
 
-__all__ = ["check_writable", "create_free", "free_path", "new_path", "runs_directory"]
+__all__ = ["check_writable", "create_free", "free_path", "is_log_file", "log_target", "new_path", "runs_directory"]
 
 Created = TypeVar("Created")
 
@@ -60,6 +60,25 @@ def create_free(path: Path, create: Callable[[Path], Created]) -> Created:
                 raise  # about something else
 
 
+def is_log_file(target: Path) -> bool:
+    """Return whether a path is that of a log, not of a folder of logs."""
+    return target.suffix == ".jsonl" and not target.is_dir()
+
+
+def log_target(wanted: Path) -> Path:
+    """Return the folder or the file to which a log goes; of a link the path of its target, which need not exist.
+
+    Raises:
+        OSError: something else is there, such as a pipe or a device; or a link that leads back to itself.
+    """
+    target = target_of(wanted) if os.path.islink(wanted) else wanted
+    there = next((each for each in (target, *target.parents) if os.path.lexists(each)), target)
+    kind = special_kind(there) or ("a file" if there.is_file() else "")
+    if kind not in ("", "a folder") and not (kind == "a file" and there == target and is_log_file(target)):
+        raise OSError(f"{there} is {kind}")
+    return target
+
+
 def check_writable(path: str | PathLike[str], argument: str, advice: str) -> None:
     """Raise a ValueError if no log can be written to `path`: before training, not during it.
 
@@ -70,8 +89,11 @@ def check_writable(path: str | PathLike[str], argument: str, advice: str) -> Non
     """
     try:
         wanted = given_path(path, argument.rstrip(" ="))
-        target = target_of(wanted) if os.path.islink(wanted) else wanted
-        folder = target.parent if target.suffix == ".jsonl" and not target.is_dir() else target
+    except OSError as error:
+        raise ValueError(f"{error} {advice}") from error
+    try:
+        target = log_target(wanted)
+        folder = target.parent if is_log_file(target) else target
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=folder, buffering=0) as file:
             file.write(b"\n")  # a full disk makes empty files

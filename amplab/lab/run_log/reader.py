@@ -11,13 +11,13 @@ from typing import Any, BinaryIO
 import numpy as np
 
 from amplab.amp import MemoryUse
-from amplab.amp.run_state.paths import given_path, special_kind
+from amplab.amp.run_state.paths import given_path
 from amplab.lab.changes import config_changes, fault_change, restart_change, start_change
 from amplab.lab.config import ExperimentConfig
 from amplab.lab.events import GradientSample, MixedScales, StepRow
 from amplab.lab.history import COLUMNS, History
 from amplab.lab.run_log.event_lines import Event, read_event
-from amplab.lab.run_log.header import COLUMNS_OF, LONGEST_HEADER, read_config, read_header
+from amplab.lab.run_log.header import COLUMNS_OF, LONGEST_HEADER, open_log, read_config, read_header
 from amplab.lab.run_log.json_lines import read_json
 from amplab.lab.run_log.paths import runs_directory
 from amplab.lab.run_log.ranks import joined, rank_log, rank_logs
@@ -49,11 +49,9 @@ def load_run(path: str | os.PathLike[str]) -> Run:
     path = given_path(path)
     if path.is_dir():
         return _load_ranks(path)
-    if kind := special_kind(path):
-        raise ValueError(
-            f"{path}: not a regular file but {kind}; expected a run log, such as one in {runs_directory()}."
-        )
-    with path.open("rb") as file:
+    if not path.exists():
+        raise _missing(path)
+    with open_log(path) as file:
         header = read_header(path, file.readline(LONGEST_HEADER))
         config = read_config(path, header["config"])
         history, events, truncated = _read_entries(path, file, COLUMNS_OF[header["amplab_run"]])
@@ -81,10 +79,7 @@ def _load_ranks(folder: Path) -> Run:
     begun = {rank: path for rank, path in logs.items() if path.stat().st_size}
     logs = begun or logs  # a rank that is killed at its start leaves an empty file
     if not logs:
-        raise ValueError(
-            f"{folder}: a folder; expected the path of one run log in it, such as {folder / 'run.jsonl'}, or a folder "
-            f"with the logs of several ranks, {rank_log(folder, 0).name}, {rank_log(folder, 1).name}, …"
-        )
+        raise _no_run(folder)
     runs = [load_run(path) for path in logs.values()]
     for number, run in zip(logs, runs, strict=True):
         if run.rank != number:
@@ -101,6 +96,28 @@ def _load_ranks(folder: Path) -> Run:
         rank=None,
         ranks=tuple(runs),
     )
+
+
+def _missing(path: Path) -> FileNotFoundError:
+    """Return the error about a log that does not exist. Several ranks write to a folder in place of the file."""
+    ranks = path.with_suffix("")
+    if ranks.is_dir() and rank_logs(ranks):
+        return FileNotFoundError(f"{path}: there is no such file; the logs of the ranks are in a folder: load {ranks}.")
+    return FileNotFoundError(f"{path}: there is no such file; expected a run log, such as one in {runs_directory()}.")
+
+
+def _no_run(folder: Path) -> ValueError:
+    """Return the error about a folder that is not that of one run; it names the latest run in the folder."""
+    logs = [log for pattern in ("*.jsonl", "*/rank-*.jsonl") for log in folder.glob(pattern) if log.is_file()]
+    logs.sort(key=lambda log: log.stat().st_mtime, reverse=True)
+    runs = list(dict.fromkeys(log if log.parent == folder else log.parent for log in logs))
+    if not runs:
+        return ValueError(
+            f"{folder}: a folder without run logs; expected the path of a run log, such as {folder / 'run.jsonl'}, or "
+            f"a folder with the logs of several ranks, {rank_log(folder, 0).name}, {rank_log(folder, 1).name}, …"
+        )
+    among = f", the latest of {len(runs)} in it" if len(runs) > 1 else ""
+    return ValueError(f"{folder}: a folder of runs; expected one run: load {runs[0]}{among}.")
 
 
 def _read_entries(path: Path, file: BinaryIO, columns: list[str]) -> tuple[History, list[dict[str, Any]], bool]:
