@@ -1,5 +1,6 @@
 """Kills and disks: no whole record is lost, no checkpoint is torn, and training goes on without a log."""
 
+import errno
 import json
 import os
 import random
@@ -323,6 +324,38 @@ def test_a_disk_that_is_full_for_a_hundred_thousand_steps_loses_none(tmp_path):
     (waits,) = in_a_fork(fill_the_disk_for_a_while)
     assert "wait in memory" in waits
     assert len(load_run(path).history) == 100_005
+
+
+def no_space(folder, *args, **options):
+    """In place of `Path.mkdir`: a folder needs a block of its own, unlike an empty file."""
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(folder))
+
+
+def test_a_log_whose_folder_finds_no_space_begins_when_there_is_some(tmp_path, monkeypatch):
+    path = tmp_path / "runs" / "run.jsonl"
+    make = Path.mkdir
+    monkeypatch.setattr(Path, "mkdir", no_space)
+    store, told = store_in(path)
+    add_steps(store, 5)
+    store.note("restart", step=5)
+    assert not store.is_on_disk
+    monkeypatch.setattr(Path, "mkdir", make)
+    add_steps(store, 5)
+    store.close()
+    (waits,) = told
+    assert f"{path} now (No space left on device)" in waits
+    run = load_run(path)
+    assert run.history.column("step").tolist() == list(range(10))
+    assert run.events == ({"event": "restart", "step": 5},)
+
+
+def test_a_log_whose_folder_never_finds_space_says_how_many_lines_are_lost(tmp_path, monkeypatch):
+    monkeypatch.setattr(Path, "mkdir", no_space)
+    store, told = store_in(tmp_path / "runs" / "run.jsonl")
+    add_steps(store, 5)
+    store.close()
+    assert "its last 5 lines are lost" in told[-1]
+    assert (store.log_path, list(tmp_path.iterdir())) == (None, [])
 
 
 def test_a_watch_warns_that_lines_wait_and_that_they_are_lost(tmp_path):

@@ -46,7 +46,7 @@ def given_path(path: Any, argument: str = "path") -> Path:
     if not isinstance(text, str):
         raise TypeError(f"{argument}={path!r}: expected the path of a file, as a str or a pathlib.Path.")
     if not text:
-        raise ValueError(f"{argument}='': an empty path; expected that of a file or a folder. The working folder is '.'.")
+        raise ValueError(f"{argument}='': an empty path; expected a file or a folder. The working folder is '.'.")
     if "\0" in text:
         raise ValueError(f"{argument}={text!r}: no path has a NUL character; remove it.")
     home = os.path.expanduser(text)

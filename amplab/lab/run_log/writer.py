@@ -14,6 +14,7 @@ import os
 import time
 import weakref
 from contextlib import suppress
+from io import FileIO
 from pathlib import Path
 
 from amplab.display.numbers import count
@@ -58,7 +59,7 @@ class RunLog:
     once for each attempt to write.
 
     Args:
-        path: A file that does not exist yet; its folder is created.
+        path: A file that does not exist yet; its folder is created, on a full disk by a later flush.
         config: What the run starts with.
         is_continued: Whether `path` is the closed log of the same run, which is continued.
         rank: This process, of several that train together.
@@ -76,23 +77,35 @@ class RunLog:
         rank: Rank | None = None,
     ) -> None:
         self.path = path
+        self._config, self._is_continued, self._rank = config, is_continued, rank
         self._process = os.getpid()
+        self._file: FileIO | None = None  # until a full disk has space for it
+        self._is_closed = False
         self._pending: list[str] = []  # lines that are not in the file yet
         self._written: int | None = None  # the last step in the file
+        self._size = 0  # of the file, up to its last whole line
         self._is_torn = False  # whether a write has begun that did not end
         self._retry = 0.0  # when a full disk is tried again
-        path.parent.mkdir(parents=True, exist_ok=True)
-        self._file = open(path, "ab" if is_continued else "xb", buffering=0, opener=_open_to_append)  # noqa: SIM115
-        self._closed_with_me = weakref.finalize(self, self._file.close)
         self._due = 0.0  # when the next step is written
         self._took = 0.0  # seconds of the last write
-        self._size = os.fstat(self._file.fileno()).st_size
-        is_held = is_rank_log(path) and hold(self._file.fileno())
-        if is_continued:
-            return
-        self._add(new_header(path, config, rank, is_held=is_held))
-        with suppress(DiskFull):  # the next flush says so
+        try:
+            self._open()
             self.flush()
+        except OSError as error:
+            if error.errno not in _FULL:  # of a full disk the next flush says so
+                raise
+
+    def _open(self) -> FileIO:
+        """Open the file; a new one begins with the header."""
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        file = FileIO(str(self.path), "a" if self._is_continued else "x", opener=_open_to_append)
+        self._closed_with_me = weakref.finalize(self, file.close)
+        size = os.fstat(file.fileno()).st_size
+        is_held = is_rank_log(self.path) and hold(file.fileno())
+        header = [] if self._is_continued else [new_header(self.path, self._config, self._rank, is_held=is_held)]
+        lines = [*map(json_line, header), *self._pending]
+        self._file, self._size, self._pending = file, size, lines  # no interrupt leaves a file without a header
+        return file
 
     def append(self, record: StepRecord) -> None:
         """Write one step; on a slow disk together with the next ones."""
@@ -141,8 +154,9 @@ class RunLog:
         if self._is_forked() or not self._pending or began < self._retry:
             return
         try:
+            file = self._file or self._open()
             while self._pending:
-                self._write_block()
+                self._write_block(file)
         except OSError as error:
             if error.errno not in _FULL or self.waiting > MOST_WAITING:
                 raise
@@ -153,13 +167,13 @@ class RunLog:
         shorter = min(before, self._took)  # in the longer one the system may have run another process
         self._due = ended + min(FLUSH_SECONDS, shorter / _SHARE) if shorter > _QUICK else 0.0
 
-    def _write_block(self) -> None:
+    def _write_block(self, file: FileIO) -> None:
         """Write the first of the lines that wait. Raises OSError after those that fit."""
         # A file name that is no UTF-8, in the text of an exception, must not end the training.
         data = "".join(self._pending[:_BLOCK]).encode("utf-8", "backslashreplace")
-        end = self._end_of_file()
+        end = self._end_of_file(file)
         self._is_torn = True
-        written, refusal = self._write_lines(data, end)
+        written, refusal = self._write_lines(file, data, end)
         done = data.count(b"\n", 0, written)
         last = _last_step(self._pending[:done], self._written)
         rest, size = self._pending[done:], end + written
@@ -168,28 +182,28 @@ class RunLog:
         if refusal is not None:
             raise refusal
 
-    def _end_of_file(self) -> int:
+    def _end_of_file(self, file: FileIO) -> int:
         """Return where the next line begins; what a write that was interrupted has left there is removed."""
-        found = os.fstat(self._file.fileno())
+        found = os.fstat(file.fileno())
         if not found.st_nlink:
             raise FileNotFoundError(errno.ENOENT, "it was deleted during the run", str(self.path))
         if found.st_size < self._size:
             raise OSError(errno.EIO, "another program has shortened it during the run", str(self.path))
         if self._is_torn and found.st_size > self._size:
-            self._file.truncate(self._size)
+            file.truncate(self._size)
             return self._size
         return found.st_size
 
-    def _write_lines(self, data: bytes, end: int) -> tuple[int, OSError | None]:
+    def _write_lines(self, file: FileIO, data: bytes, end: int) -> tuple[int, OSError | None]:
         """Write lines to the end of the file; return the bytes of those in it, and why there are no more, or None."""
         written = 0
         try:
             while written < len(data):
-                written += self._file.write(memoryview(data)[written:])
+                written += file.write(memoryview(data)[written:])
         except OSError as error:
             written = data.rfind(b"\n", 0, written) + 1
             with suppress(OSError):  # else the next write does it, or a reader drops the part
-                self._file.truncate(end + written)
+                file.truncate(end + written)
             return written, error
         return written, None
 
@@ -204,7 +218,7 @@ class RunLog:
             steps: the number of its steps.
             raised: the exception that ended the loop, in words; "" for none.
         """
-        if self._file.closed:
+        if self._is_closed:
             return
         self._retry = 0.0
         try:
@@ -215,7 +229,9 @@ class RunLog:
             lost = f"{error.strerror}; its last {count(self.waiting, 'line')} are lost"
             raise OSError(error.errno, lost, str(self.path)) from None
         finally:
-            self._file.close()
+            self._is_closed = True
+            if self._file is not None:
+                self._file.close()
 
     def _add(self, values: object) -> None:
         """Add a line that is not a step."""
