@@ -262,8 +262,8 @@ def findings_in_log(path: str) -> "Findings":
     try:
         run = load_run(path)
     except OSError as error:
-        problem = f"{path}: {error.strerror}" if error.strerror else str(error).rstrip(".")
-        raise TargetError(f"{problem}; expected a run log, such as one in ~/.amplab/runs.") from None
+        expected = "expected a run log, such as one in ~/.amplab/runs."
+        raise TargetError(f"{path}: {error.strerror}; {expected}" if error.strerror else str(error)) from None
     except ValueError as error:
         raise TargetError(str(error)) from None
     print(run)
@@ -421,7 +421,7 @@ def add_train(parser: argparse.ArgumentParser) -> None:
     parser.epilog = "Numbers can be written as 65536, 2**16 or 1e4."
     parser.add_argument("--steps", type=parse_count, default=300, metavar="300", help="training steps (default: 300)")
     text = "file or folder of the run log (default: ~/.amplab/runs); --run-log under torchrun, which has a --log-dir"
-    parser.add_argument("--log", "--run-log", type=Path, metavar="PATH", help=text)
+    parser.add_argument("--log", "--run-log", metavar="PATH", help=text)
     text = "processes that train together, each on batches of its own (default: this one)"
     parser.add_argument("--nproc", type=parse_count, metavar="2", help=text)
     text = "with --nproc: how often all processes start again from the last checkpoint if one dies (default: 0)"
@@ -444,7 +444,7 @@ def add_bench(parser: argparse.ArgumentParser) -> None:
     text = "measurements of each figure (default: 30)"
     parser.add_argument("--rounds", type=parse_count, default=30, metavar="30", help=text)
     text = "also write the figures and a description of the machine to this file"
-    parser.add_argument("--json", type=Path, metavar="FILE", help=text)
+    parser.add_argument("--json", metavar="FILE", help=text)
     parser.set_defaults(run=bench)
 
 

@@ -70,7 +70,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     text, whole = report(_measure(cases, options.rounds), checks, _device_facts())
     _say(text)
     if not options.small:
-        path = given_path(options.json or RESULTS / f"{_file_name(torch.cuda.get_device_name())}.json", "--json")
+        default = RESULTS / f"{_file_name(torch.cuda.get_device_name())}.json"
+        path = given_path(default if options.json is None else options.json, "--json")
         path.parent.mkdir(parents=True, exist_ok=True)
         write_atomically(path, lambda file: file.write(whole.encode()))
         _say(f"written to {path}")
@@ -256,7 +257,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="cpu: check, and measure nothing")
     parser.add_argument("--small", action="store_true", help="small lists, to try the command; writes no file")
     parser.add_argument("--rounds", type=int, default=_ROUNDS, metavar="N", help="rounds of each row (default: 30)")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="default: a file named by the device in results/")
+    parser.add_argument("--json", metavar="FILE", help="default: a file named by the device in results/")
     return parser
 
 

@@ -16,7 +16,7 @@ The files, by part::
     single effects          scenarios
     to take along           run_export (CSV, JSON), html_report
     memory                  memory_count, memory_fit (what fits on a card)
-    several ranks           rank_logs (as one run), rank_watch (ranks compared), rank_exchange (in each step),
+    several ranks           run_log.ranks (as one run), rank_watch (ranks compared), rank_exchange (in each step),
                             rank_training (`amplab train`)
     several runs            kept_runs (beside the present one), comparison (all levels), undo
     your own loop           watch, watched_run, scale_probe, gradient_measure, idle_optimizers,

@@ -8,7 +8,7 @@ how long the log was then: a continued run has a new log, which begins with that
 checkpoints of the last `KEPT` runs. No run is offered while its process lives, even after a reset: a process locks the
 log of each of its runs that has a checkpoint until it ends.
 
-Several ranks have one checkpoint, that of rank 0 (see `rank_logs`). When torchrun has started them again, each
+Several ranks have one checkpoint, that of rank 0 (see `run_log.ranks`). When torchrun has started them again, each
 continues its own log from there; the logs as they were are in the folder attempt-0, attempt-1, …
 """
 
@@ -29,10 +29,10 @@ from typing import BinaryIO
 from amplab.amp.run_state.file_format import RunStateError, remove_partials, write_atomically
 from amplab.lab.config import ExperimentConfig
 from amplab.lab.experiment import Experiment, read_saved
-from amplab.lab.log_lock import hold, is_held
 from amplab.lab.rank_exchange import RankExchange
-from amplab.lab.rank_logs import rank_log
 from amplab.lab.run_log import create_free, launch_of
+from amplab.lab.run_log.lock import hold, is_held
+from amplab.lab.run_log.ranks import rank_log
 from amplab.parallel.ranks import Rank
 
 __all__ = [
@@ -234,7 +234,7 @@ def _prune(folder: Path) -> None:
     for path in list(_newest_first(folder))[KEPT:]:
         with suppress(OSError):
             path.unlink()
-    for log in [log for log in _held if not log.with_suffix(SUFFIX).exists()]:
+    for log in [log for log in _held if not os.path.exists(log.with_suffix(SUFFIX))]:
         os.close(_held.pop(log))
 
 

@@ -3,7 +3,7 @@
 `StepRecord` is one training step, and `SkipExplained` says why one was skipped. `StateChanged` and `ConfigChanged` say
 what changed. `TraceReady` and `GradientsReady` answer requests. `Failed` carries an error message, with its traceback
 if there is one. `Publisher` calls the subscribers. All steps of a run are in `history.py`, the file on disk is in
-`run_log.py`.
+`run_log`.
 """
 
 from __future__ import annotations

@@ -50,10 +50,10 @@ from amplab.lab.faults import (
     switched,
     with_nan,
 )
-from amplab.lab.log_events import is_count, is_number
 from amplab.lab.models import build_model
 from amplab.lab.past_skips import PastSkip, PastSkips
 from amplab.lab.rank_exchange import RankExchange
+from amplab.lab.run_log.json_lines import is_count, is_number
 from amplab.lab.session_settings import (
     kept_scales,
     needs_new_session,

@@ -1,7 +1,7 @@
 """A whole run: one growing numpy column per field of `StepRecord`, written by one thread, read by any.
 
 No step is dropped, and NaN and inf are kept. Words (opt_level, injected, the first non-finite parameter) are stored as
-codes. `History.thinned` picks the rows that a screen can show; `thin` is how. The file on disk is in `run_log.py`.
+codes. `History.thinned` picks the rows that a screen can show; `thin` is how. The file on disk is in `run_log`.
 
 Memory is bounded, however long the run is: 262,144 steps are held in memory, 70 bytes each, older ones in a temporary
 file (`growing_columns.py`). Of the histograms of the gradients at most `MOST_SAMPLES` are kept, spread over the run,

@@ -27,8 +27,8 @@ from amplab.lab.checkpoints import Checkpoint, checkpoint_of_launch
 from amplab.lab.config import ExperimentConfig
 from amplab.lab.console import TrainSummary, train
 from amplab.lab.rank_exchange import RankExchange
-from amplab.lab.rank_logs import rank_logs
 from amplab.lab.run_log import launch_of, load_run, runs_directory
+from amplab.lab.run_log.ranks import rank_logs
 from amplab.parallel.ranks import Rank, this_rank
 
 __all__ = ["is_one_of_several", "logs_of_launch", "train_on_ranks"]

@@ -27,7 +27,7 @@ from amplab.diagnose.remedies.api_styles import Api
 from amplab.diagnose.rules.ranks import compression_keeps_nonfinite, model_of_a_rank_findings, ranks_findings
 from amplab.lab.findings import LOOK_BACK, finding_from_log, finding_to_log
 from amplab.lab.history import History
-from amplab.lab.rank_logs import findings_of_ranks
+from amplab.lab.run_log.ranks import findings_of_ranks
 from amplab.lab.run_store import RunStore
 from amplab.parallel.rank_state import RankState, is_state_due
 from amplab.parallel.ranks import PostedTexts, Rank, data_parallel, this_rank

@@ -6,7 +6,6 @@ the run continues without it, in memory. While the disk is full, which is report
 
 from __future__ import annotations
 
-import os
 from collections import deque
 from collections.abc import Callable, Iterable
 from contextlib import suppress
@@ -16,15 +15,16 @@ from os import PathLike
 from pathlib import Path
 
 from amplab.amp import MemoryUse
-from amplab.amp.run_state.paths import given_path, target_of
+from amplab.amp.run_state.paths import given_path
 from amplab.diagnose import Finding
 from amplab.lab.changes import config_changes, fault_change, restart_change, start_change
 from amplab.lab.config import ExperimentConfig
 from amplab.lab.events import GradientSample, MixedScales, StepRecord, StepRow
 from amplab.lab.findings import LOOK_BACK, finding_to_log
 from amplab.lab.history import History, row_of
-from amplab.lab.rank_logs import rank_log
 from amplab.lab.run_log import MOST_WAITING, DiskFull, RunLog, create_free, free_path, load_run, new_path
+from amplab.lab.run_log.paths import is_log_file, log_target
+from amplab.lab.run_log.ranks import rank_log
 from amplab.lab.skip_explanation import ExplanationBudget, SkipExplanation
 from amplab.lab.watched_run import WatchedRun
 from amplab.parallel.rank_state import RankState
@@ -41,7 +41,8 @@ class RunStore:
     Args:
         config: What the run starts with.
         log: A folder (a new file is named in it), a file (path-2, path-3, … if it exists), or None for no log. If
-            several processes train together, a folder takes the place of the file, with a log of each; see `rank_logs`.
+            several processes train together, a folder takes the place of the file, with a log of each; see
+            `run_log.ranks`.
         on_failure: Called with a message if the log cannot be written.
         advice: The last sentence of that message: how the next run has a log.
 
@@ -135,7 +136,7 @@ class RunStore:
         row, place = self._appending
         if len(self.history) == place:
             self.history.append_row(row)
-        if self._wanted is not None and (self._log is None or self._log.last_row is not row):
+        if self._wanted is not None and (self._log is None or self._log.last_step != row[0]):
             self._write(self._wanted, RunLog.append_row, row)
         self._appending = None
 
@@ -244,10 +245,8 @@ class RunStore:
     def _open(self, wanted: Path) -> RunLog:
         if self._path is not None:
             return RunLog(self._path, self._config, is_continued=True)
-        if os.path.islink(wanted):
-            wanted = target_of(wanted)  # it need not exist yet
-        is_file = wanted.suffix == ".jsonl" and not wanted.is_dir()
-        path = wanted if is_file else new_path(wanted, self._config)
+        target = log_target(wanted)
+        path = target if is_log_file(target) else new_path(target, self._config)
         place = this_rank()
         if place is None:
             log = create_free(path, lambda free: RunLog(free, self._config))

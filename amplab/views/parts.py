@@ -14,7 +14,7 @@ import numpy as np
 import traitlets
 
 from amplab.lab import History
-from amplab.lab.log_events import is_number
+from amplab.lab.run_log.json_lines import is_number
 from amplab.views.assets import WEB, module, stylesheet
 from amplab.views.live_payload import change_marks, frame_rows
 

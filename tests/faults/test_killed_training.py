@@ -16,8 +16,8 @@ import torch
 from amplab import amp
 from amplab.lab import RunLog, StepRecord, Trainer, load_run
 from amplab.lab.checkpoints import begin_again, last_checkpoint
-from amplab.lab.rank_logs import rank_log
 from amplab.lab.run_log import launch_of
+from amplab.lab.run_log.ranks import rank_log
 from amplab.lab.watched_run import WatchedRun
 from amplab.parallel.ranks import Rank
 

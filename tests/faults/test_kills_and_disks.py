@@ -1,5 +1,6 @@
 """Kills and disks: no whole record is lost, no checkpoint is torn, and training goes on without a log."""
 
+import errno
 import json
 import os
 import random
@@ -20,7 +21,7 @@ from amplab import amp
 from amplab.lab import ExperimentConfig, RunLog, StepRecord, load_run
 from amplab.lab.checkpoints import Checkpoint
 from amplab.lab.experiment import Experiment, read_saved
-from amplab.lab.log_lock import hold, is_held
+from amplab.lab.run_log.lock import hold, is_held
 from amplab.lab.run_store import RunStore
 from amplab.lab.watched_run import WatchedRun
 from amplab.parallel.ranks import Rank
@@ -250,6 +251,111 @@ def test_a_disk_that_stays_full_loses_the_last_lines_and_says_how_many(tmp_path)
     assert "its last 30 lines are lost" in lost
     run = load_run(path)
     assert (len(run.history), run.truncated) == (20, False)
+
+
+def test_lines_that_wait_are_written_as_far_as_they_fit_when_the_log_closes(tmp_path):
+    path = tmp_path / "run.jsonl"
+
+    def free_some_space_at_the_end():
+        store, told = store_in(path)
+        add_steps(store, 20)
+        store.flush()
+        size = path.stat().st_size
+        limit(size + 40)
+        add_steps(store, 30)
+        store.note("restart", step=50)
+        limit(size + 1000)
+        store.close()
+        return told, size + 1000 - path.stat().st_size
+
+    (_, lost), free = in_a_fork(free_some_space_at_the_end)
+    run = load_run(path)
+    assert (run.truncated, 25 < len(run.history) < 50) == (False, True)
+    assert 0 <= free < max(map(len, path.read_bytes().splitlines(keepends=True)[1:]))
+    assert f"its last {51 - len(run.history)} lines are lost" in lost
+
+
+def test_lines_that_fit_are_in_the_log_while_the_others_wait(tmp_path):
+    """The disk has space for one more step again and again, then for all."""
+    path = tmp_path / "run.jsonl"
+
+    def free_a_line_at_a_time():
+        store, told = store_in(path)
+        add_steps(store, 5)
+        store.flush()
+        limit(path.stat().st_size + 40)
+        add_steps(store, 20)
+        store.note("restart", step=25)
+        seen = []
+        for _ in range(10):
+            limit(path.stat().st_size + 90)
+            store._log._retry = 0.0
+            store.flush()
+            run = load_run(path)
+            seen.append([len(run.history), run.truncated, store._log.waiting])
+        limit(resource.RLIM_INFINITY)
+        add_steps(store, 5)
+        store.close()
+        return told, seen
+
+    (waits,), seen = in_a_fork(free_a_line_at_a_time)
+    assert "wait in memory" in waits
+    assert seen == [[5 + each, False, 21 - each] for each in range(1, 11)]
+    run = load_run(path)
+    assert run.history.column("step").tolist() == list(range(30))
+    assert run.events == ({"event": "restart", "step": 25},)
+
+
+def test_a_disk_that_is_full_for_a_hundred_thousand_steps_loses_none(tmp_path):
+    path = tmp_path / "run.jsonl"
+
+    def fill_the_disk_for_a_while():
+        store, told = store_in(path)
+        add_steps(store, 5)
+        store.flush()
+        limit(path.stat().st_size + 40)
+        add_steps(store, 100_000)
+        store._log._retry = 0.0
+        store.flush()
+        limit(resource.RLIM_INFINITY)
+        store.close()
+        return told
+
+    (waits,) = in_a_fork(fill_the_disk_for_a_while)
+    assert "wait in memory" in waits
+    assert len(load_run(path).history) == 100_005
+
+
+def no_space(folder, *args, **options):
+    """In place of `Path.mkdir`: a folder needs a block of its own, unlike an empty file."""
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(folder))
+
+
+def test_a_log_whose_folder_finds_no_space_begins_when_there_is_some(tmp_path, monkeypatch):
+    path = tmp_path / "runs" / "run.jsonl"
+    make = Path.mkdir
+    monkeypatch.setattr(Path, "mkdir", no_space)
+    store, told = store_in(path)
+    add_steps(store, 5)
+    store.note("restart", step=5)
+    assert not store.is_on_disk
+    monkeypatch.setattr(Path, "mkdir", make)
+    add_steps(store, 5)
+    store.close()
+    (waits,) = told
+    assert f"{path} now (No space left on device)" in waits
+    run = load_run(path)
+    assert run.history.column("step").tolist() == list(range(10))
+    assert run.events == ({"event": "restart", "step": 5},)
+
+
+def test_a_log_whose_folder_never_finds_space_says_how_many_lines_are_lost(tmp_path, monkeypatch):
+    monkeypatch.setattr(Path, "mkdir", no_space)
+    store, told = store_in(tmp_path / "runs" / "run.jsonl")
+    add_steps(store, 5)
+    store.close()
+    assert "its last 5 lines are lost" in told[-1]
+    assert (store.log_path, list(tmp_path.iterdir())) == (None, [])
 
 
 def test_a_watch_warns_that_lines_wait_and_that_they_are_lost(tmp_path):

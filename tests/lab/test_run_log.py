@@ -13,14 +13,16 @@ from pathlib import Path
 import pytest
 import torch
 
+import amplab
 from amplab.formats import exponent_histogram
-from amplab.lab import ExperimentConfig, GradientSample, RunLog, StepRecord, load_run, runs_directory
+from amplab.lab import ExperimentConfig, GradientSample, RunLog, StepRecord, Trainer, load_run, runs_directory
 from amplab.lab.events import MixedScales
 from amplab.lab.findings import observed_run
 from amplab.lab.history import row_of
 from amplab.lab.run_log import check_writable, free_path, new_path
 from amplab.lab.run_store import RunStore
 from amplab.lab.watched_run import WatchedRun
+from amplab.parallel.ranks import Rank
 
 CONFIG = ExperimentConfig(seed=3)
 RECORDS = [
@@ -224,6 +226,21 @@ def test_a_folder_is_not_a_run_log(tmp_path):
         load_run(tmp_path)
 
 
+def test_a_folder_of_runs_names_the_latest(tmp_path):
+    with pytest.raises(ValueError, match="a folder without run logs; expected"):
+        load_run(tmp_path)
+    ranks = tmp_path / "20261127-100000-digits-mlp-O1"
+    for rank in range(2):
+        RunLog(ranks / f"rank-{rank}.jsonl", CONFIG, rank=Rank(rank, 2, "one")).close()
+    with pytest.raises(ValueError, match=re.escape(f"expected one run: load {ranks}")):
+        load_run(tmp_path)
+    log = RunLog(tmp_path / "run.jsonl", CONFIG)
+    log.close()
+    os.utime(log.path, (2e9, 2e9))
+    with pytest.raises(ValueError, match=re.escape(f"load {log.path}, the latest of 2 in it")):
+        load_run(tmp_path)
+
+
 @pytest.mark.parametrize(
     "damage",
     [
@@ -274,6 +291,60 @@ def test_what_is_no_file_is_refused_and_not_waited_for(tmp_path, monkeypatch, na
     os.symlink("loop.jsonl", "loop.jsonl")
     with pytest.raises(error, match=said):
         load_run(name)
+
+
+@pytest.mark.skipif(os.name != "posix", reason="pipes, devices and links of POSIX")
+@pytest.mark.parametrize(
+    ("log", "said"),
+    [
+        ("pipe", "pipe is a named pipe"),
+        ("pipe.jsonl", "pipe.jsonl is a named pipe"),
+        ("link.jsonl", "pipe is a named pipe"),
+        ("pipe/run.jsonl", "pipe is a named pipe"),
+        ("pipe/new/run.jsonl", "pipe is a named pipe"),
+        ("/dev/null", "/dev/null is a device"),
+        ("/dev/null/run.jsonl", "/dev/null is a device"),
+        ("notes.txt", "notes.txt is a file"),
+        ("notes.txt/run.jsonl", "notes.txt is a file"),
+        ("loop.jsonl", "leads back to itself"),
+        ("n" * 300, "is too long"),
+        ("a\0.jsonl", "NUL character; remove it"),
+        ("", "an empty path"),
+        ("~no-such-user/run.jsonl", "no home folder of no-such-user"),
+    ],
+)
+def test_a_place_where_no_log_can_be_is_named_and_what_is_there(tmp_path, monkeypatch, log, said):
+    monkeypatch.chdir(tmp_path)
+    os.mkfifo("pipe")
+    os.mkfifo("pipe.jsonl")
+    os.symlink("pipe", "link.jsonl")
+    os.symlink("loop.jsonl", "loop.jsonl")
+    (tmp_path / "notes.txt").write_text("kept")
+    before = sorted(tmp_path.iterdir())
+    model = torch.nn.Linear(2, 2)
+    with pytest.raises(ValueError, match=re.escape(said)) as refused:
+        amplab.watch(model, torch.optim.SGD(model.parameters(), 0.1), log=log)
+    assert str(refused.value).startswith("log=")
+    assert "File exists" not in str(refused.value)
+    assert len(str(refused.value)) < 500
+    told = []
+    try:
+        RunStore(CONFIG, log=log, on_failure=told.append).append(RECORDS[0])
+    except (ValueError, OSError) as error:
+        told.append(str(error))
+    assert said in told[0]
+    assert sorted(tmp_path.iterdir()) == before
+
+
+@pytest.mark.skipif(os.name != "posix", reason="names of POSIX")
+def test_a_folder_whose_name_begins_with_a_tilde_keeps_its_name(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    trainer = Trainer(ExperimentConfig(hidden=4), log="./~root/run.jsonl")
+    trainer.run(1)
+    trainer.wait()
+    trainer.stop()
+    trainer.wait()
+    assert sorted(each.name for each in (tmp_path / "~root").iterdir()) == ["run.checkpoint", "run.jsonl"]
 
 
 @pytest.mark.skipif(os.name != "posix", reason="links of POSIX")

@@ -6,8 +6,8 @@ import random
 
 import pytest
 
-from amplab.lab import ExperimentConfig, StepRecord, load_run, run_log
-from amplab.lab.run_log import RunLog
+from amplab.lab import ExperimentConfig, StepRecord, load_run
+from amplab.lab.run_log import RunLog, reader
 
 CONFIG = ExperimentConfig()
 ODD = [math.nan, math.inf, -math.inf, 0.0, -0.0, 5e-324, 1.7e308, 3]
@@ -40,15 +40,15 @@ def read(path):
 
 def singly(path, monkeypatch):
     with monkeypatch.context() as patch:
-        patch.setattr(run_log, "read_steps", lambda *_: None)
+        patch.setattr(reader, "read_steps", lambda *_: None)
         return read(path)
 
 
 def test_every_value_comes_back(tmp_path, monkeypatch):
     together = []
-    patched = run_log.read_steps
+    patched = reader.read_steps
     with monkeypatch.context() as patch:
-        patch.setattr(run_log, "read_steps", lambda *given: together.append(steps := patched(*given)) or steps)
+        patch.setattr(reader, "read_steps", lambda *given: together.append(steps := patched(*given)) or steps)
         path = write(tmp_path / "run.jsonl", 3000)
         found = read(path)
     assert any(steps is not None for steps in together)

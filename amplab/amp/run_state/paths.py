@@ -36,7 +36,7 @@ def given_path(path: Any, argument: str = "path") -> Path:
 
     Raises:
         TypeError: something else than a path.
-        ValueError: a path with a NUL character, or with ``~`` and a user that does not exist.
+        ValueError: an empty path, one with a NUL character, or with ``~`` and a user that does not exist.
         OSError: a name that is too long, or a link that leads back to itself.
 
     >>> given_path("runs/one.jsonl").as_posix()
@@ -45,6 +45,8 @@ def given_path(path: Any, argument: str = "path") -> Path:
     text = os.fspath(path) if isinstance(path, str | os.PathLike) else None
     if not isinstance(text, str):
         raise TypeError(f"{argument}={path!r}: expected the path of a file, as a str or a pathlib.Path.")
+    if not text:
+        raise ValueError(f"{argument}='': an empty path; expected a file or a folder. The working folder is '.'.")
     if "\0" in text:
         raise ValueError(f"{argument}={text!r}: no path has a NUL character; remove it.")
     home = os.path.expanduser(text)
@@ -59,7 +61,8 @@ def given_path(path: Any, argument: str = "path") -> Path:
     except OSError as error:
         if error.errno in _REFUSED:
             raise OSError(f"{argument}={_shortened(home)}: {_REFUSED[error.errno]}.") from None
-    return Path(home)
+    found = Path(home)
+    return found.absolute() if str(found).startswith("~") else found  # whoever takes it as given must not expand it
 
 
 def target_of(path: Path) -> Path:

@@ -1,16 +1,15 @@
-"""Read the events of a run log from JSON, and tell whole ones from damaged ones.
+"""The events of a run log: the fields of those that have a type, and the reader of all, which refuses damaged ones.
 
 An event is read completely or not at all, so that what a log is accepted with, every tool can use: its step is a whole
 number, its numbers are finite, and it has the fields that its kind is written with. Events and fields of later versions
-are kept or ignored. The lines themselves are in `run_log`.
+are kept or ignored.
 """
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
 from dataclasses import fields
-from typing import Any, TypeGuard
+from typing import Any
 
 import numpy as np
 
@@ -18,30 +17,34 @@ from amplab.amp import MemoryUse
 from amplab.formats import ExponentHistogram
 from amplab.lab.events import GradientSample, LayerShares, MixedScales
 from amplab.lab.findings import finding_from_log
+from amplab.lab.run_log.json_lines import is_count, is_number, json_number, read_number
 from amplab.lab.skip_explanation import SkipExplanation
 from amplab.parallel.rank_state import RankState
 
-__all__ = ["Event", "is_count", "is_number", "read_event", "read_number"]
+__all__ = ["Event", "mixed_scales_event", "read_event", "sample_event"]
 
 Event = GradientSample | MixedScales | SkipExplanation | dict[str, Any]
 
-_MOST = 2**53  # whole numbers up to here are exact as float64, in which charts take them
 _WIDEST = 4096  # exponents of float64 are in ±1100
 
 
-def is_count(value: object) -> TypeGuard[int]:
-    """Return whether a value is a number of things, or of a step."""
-    return type(value) is int and 0 <= value < _MOST
+def sample_event(sample: GradientSample) -> dict[str, Any]:
+    """Return a histogram of the gradients as the fields of an event."""
+    layers = {each.name: [each.underflow, each.overflow, each.nonfinite] for each in sample.layers}
+    known = {"layers": layers} if layers else {}
+    return {"step": sample.step, "loss_scale": json_number(sample.loss_scale), **_bins(sample.histogram), **known}
 
 
-def is_number(value: object) -> TypeGuard[float]:
-    """Return whether a value is a finite number."""
-    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= sys.float_info.max
+def mixed_scales_event(mixed: MixedScales) -> dict[str, Any]:
+    """Return the scales of a step whose backwards had different ones as the fields of an event."""
+    return {"step": mixed.step, "scales": [json_number(scale) for scale in mixed.scales]}
 
 
-def read_number(value: Any) -> float | None:
-    """Return a number of a log, in which inf and NaN are words; None if it is damaged."""
-    return float(value) if is_number(value) or value in ("nan", "inf", "-inf") else None
+def _bins(histogram: ExponentHistogram) -> dict[str, object]:
+    """Return a histogram as JSON: its occupied bins, and the numbers of zeros, infs and NaNs."""
+    low, high = histogram.span or (0, -1)
+    counts = histogram.counts[low - histogram.low : high - histogram.low + 1].tolist() if low <= high else []
+    return {"low": low, "counts": counts, "zeros": histogram.zeros, "infs": histogram.infs, "nans": histogram.nans}
 
 
 def read_event(entry: dict[str, Any]) -> Event | None:
@@ -58,7 +61,7 @@ def read_event(entry: dict[str, Any]) -> Event | None:
 
 
 def _read_sample(entry: dict[str, Any]) -> GradientSample | None:
-    """Return what `RunLog.keep` wrote."""
+    """Return the sample of which these are the fields."""
     given, low = entry["counts"], entry["low"]
     rest = {name: entry[name] for name in ("zeros", "infs", "nans")}
     if not all(map(is_count, [*given, *rest.values()])) or type(low) is not int:
@@ -79,7 +82,7 @@ def _share(value: Any) -> float:
 
 
 def _read_scales(entry: dict[str, Any]) -> MixedScales | None:
-    """Return what `RunLog.keep_scales` wrote."""
+    """Return the scales of which these are the fields."""
     scales = tuple(map(read_number, entry["scales"]))
     return None if None in scales else MixedScales(entry["step"], tuple(each for each in scales if each is not None))
 

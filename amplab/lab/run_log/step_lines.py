@@ -1,7 +1,6 @@
-"""Many lines of a run log at once: parsed together, as columns of steps.
+"""The lines of the steps in a run log: written, read one by one, and read many at once, as columns of steps.
 
-One step is read by `run_log`, which also says what is wrong with a line. Lines that are not the regular ones of the
-present format, one after the other, are left to it.
+Lines that are not the regular ones of the present format, one after the other, are read one by one.
 """
 
 from __future__ import annotations
@@ -11,9 +10,16 @@ import math
 from collections.abc import Sequence
 from typing import Any, cast
 
+from amplab.lab.events import StepRow
 from amplab.lab.history import COLUMNS
+from amplab.lab.run_log.json_lines import is_count, json_line, json_number, read_number, refuse_constant
 
-__all__ = ["read_steps"]
+__all__ = ["OLD_NAMES", "read_step", "read_steps", "step_line"]
+
+OLD_NAMES = {"score": "accuracy"}
+"""Columns that had another name up to format 3."""
+
+_NEW_NAMES = {old: new for new, old in OLD_NAMES.items()}
 
 _WORDS = {"nan", "inf", "-inf"}
 _NUMBERS = ("loss", "loss_scale", "next_loss_scale", "score", "seconds", "grad_exponent")
@@ -27,11 +33,25 @@ _KINDS: dict[str, set[type]] = {
 }
 
 
-def _refuse(constant: str) -> float:
-    raise ValueError(constant)
+_decode = json.JSONDecoder(parse_constant=refuse_constant).decode
 
 
-_decode = json.JSONDecoder(parse_constant=_refuse).decode
+def step_line(row: StepRow) -> str:
+    """Return the line of a step."""
+    return json_line([json_number(value) if isinstance(value, float) else value for value in row])
+
+
+def read_step(values: dict[str, Any]) -> StepRow | None:
+    """Return the row of a step from the values of its line; None if it is damaged."""
+    values = {_NEW_NAMES.get(name, name): value for name, value in values.items()}
+    sound = is_count(values["step"]) and all(type(values[name]) in kinds for name, kinds in _KINDS.items())
+    unmeasured = [name for name in _MISSING if values.get(name) is None]
+    numbers = {name: read_number(values[name]) for name in _NUMBERS if name not in unmeasured}
+    exponent = numbers.get("grad_exponent") or 0.0
+    if not sound or None in numbers.values() or (math.isfinite(exponent) and not exponent.is_integer()):
+        return None
+    row = {**values, **dict.fromkeys(unmeasured), **numbers}
+    return cast(StepRow, tuple(row[name] for name in COLUMNS))
 
 
 def read_steps(lines: Sequence[bytes], first: int) -> dict[str, Sequence[Any]] | None:

@@ -1,0 +1,251 @@
+"""The writer of a run log, which loses no line that the disk can hold.
+
+Each step reaches the operating system as it ends, so a killed process loses none; its last line may be cut off. On a
+disk that needs more than 0.2 ms for a write, steps wait for a later step, which is written after at most
+`FLUSH_SECONDS`; a process that is killed before that, also in a long pause of its loop, loses those that wait. While a
+disk is full, the lines that fit are written, and up to `MOST_WAITING` others wait in memory. A part of a line is
+removed from the file at once, so that no line in the middle is torn.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import time
+import weakref
+from contextlib import suppress
+from io import FileIO
+from pathlib import Path
+
+from amplab.display.numbers import count
+from amplab.lab.config import ExperimentConfig
+from amplab.lab.events import GradientSample, MixedScales, StepRecord, StepRow
+from amplab.lab.history import row_of
+from amplab.lab.run_log.event_lines import mixed_scales_event, sample_event
+from amplab.lab.run_log.header import new_header
+from amplab.lab.run_log.json_lines import json_line
+from amplab.lab.run_log.lock import hold
+from amplab.lab.run_log.ranks import is_rank_log
+from amplab.lab.run_log.step_lines import step_line
+from amplab.lab.skip_explanation import SkipExplanation
+from amplab.lab.watched_run import WatchedRun
+from amplab.parallel.rank_state import RankState
+from amplab.parallel.ranks import Rank
+
+__all__ = ["FLUSH_SECONDS", "MOST_WAITING", "DiskFull", "RunLog"]
+
+FLUSH_SECONDS = 0.2
+"""The longest time from one write to the next on a slow disk, while steps go on."""
+
+MOST_WAITING = 2**18
+"""Lines that wait in memory for space on a full disk: 40 MB of steps."""
+
+_FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
+_QUICK = 2e-4  # seconds of a write; after a longer one the next steps are written together
+_SHARE = 0.05  # of the time, at most, that writing then takes
+_RETRY_SECONDS = 1.0  # between two attempts to write to a full disk
+_BLOCK = 2**12  # lines that are written together: an attempt on a full disk costs at most some ms
+
+
+class DiskFull(OSError):
+    """A run log cannot grow now; its lines wait in memory, and a later flush writes them."""
+
+
+class RunLog:
+    """The log of one run, open for appending; it never overwrites another file. A forked process writes nothing to it.
+
+    Every method that writes raises an OSError if lines are lost: the log was deleted or shortened meanwhile, more than
+    `MOST_WAITING` lines wait for a full disk, the disk has another error. Before that, a full disk is a `DiskFull`,
+    once for each attempt to write.
+
+    Args:
+        path: A file that does not exist yet; its folder is created, on a full disk by a later flush.
+        config: What the run starts with.
+        is_continued: Whether `path` is the closed log of the same run, which is continued.
+        rank: This process, of several that train together.
+
+    Raises:
+        OSError: The file cannot be created or written (FileExistsError if it exists and is not continued).
+    """
+
+    def __init__(
+        self,
+        path: Path,
+        config: ExperimentConfig | WatchedRun,
+        *,
+        is_continued: bool = False,
+        rank: Rank | None = None,
+    ) -> None:
+        self.path = path
+        self._config, self._is_continued, self._rank = config, is_continued, rank
+        self._process = os.getpid()
+        self._file: FileIO | None = None  # until a full disk has space for it
+        self._is_closed = False
+        self._pending: list[str] = []  # lines that are not in the file yet
+        self._written: int | None = None  # the last step in the file
+        self._size = 0  # of the file, up to its last whole line
+        self._is_torn = False  # whether a write has begun that did not end
+        self._retry = 0.0  # when a full disk is tried again
+        self._due = 0.0  # when the next step is written
+        self._took = 0.0  # seconds of the last write
+        try:
+            self._open()
+            self.flush()
+        except OSError as error:
+            if error.errno not in _FULL:  # of a full disk the next flush says so
+                raise
+
+    def _open(self) -> FileIO:
+        """Open the file; a new one begins with the header."""
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        file = FileIO(str(self.path), "a" if self._is_continued else "x", opener=_open_to_append)
+        self._closed_with_me = weakref.finalize(self, file.close)
+        size = os.fstat(file.fileno()).st_size
+        is_held = is_rank_log(self.path) and hold(file.fileno())
+        header = [] if self._is_continued else [new_header(self.path, self._config, self._rank, is_held=is_held)]
+        lines = [*map(json_line, header), *self._pending]
+        self._file, self._size, self._pending = file, size, lines  # no interrupt leaves a file without a header
+        return file
+
+    def append(self, record: StepRecord) -> None:
+        """Write one step; on a slow disk together with the next ones."""
+        self.append_row(row_of(record))
+
+    def append_row(self, row: StepRow) -> None:
+        """Write one step as its values."""
+        if self._is_forked():
+            return
+        self._pending.append(step_line(row))
+        if time.monotonic() >= self._due:
+            self.flush()
+
+    def note(self, event: str, *, step: int, **details: object) -> None:
+        """Write an event at `step`: its name, and words or numbers that describe it."""
+        if self._is_forked():
+            return
+        self._add({"event": event, "step": step, **details})
+        self.flush()
+
+    def keep(self, sample: GradientSample) -> None:
+        """Write a histogram of the gradients as an event."""
+        self.note("gradients", **sample_event(sample))
+
+    def explain(self, explanation: SkipExplanation) -> None:
+        """Write why a step was skipped as an event."""
+        self.note("explanation", **explanation.as_dict())
+
+    def keep_scales(self, mixed: MixedScales) -> None:
+        """Write the scales of a step whose backwards had different ones as an event."""
+        self.note("scales", **mixed_scales_event(mixed))
+
+    @property
+    def last_step(self) -> int | None:
+        """The number of the last step that was appended; None before the first of this process."""
+        return _last_step(self._pending, self._written)
+
+    @property
+    def waiting(self) -> int:
+        """The number of lines that are not in the file yet."""
+        return len(self._pending)
+
+    def flush(self) -> None:
+        """Pass every line to the operating system; after an interrupt or on a full disk, the next flush does."""
+        began = time.monotonic()
+        if self._is_forked() or not self._pending or began < self._retry:
+            return
+        try:
+            file = self._file or self._open()
+            while self._pending:
+                self._write_block(file)
+        except OSError as error:
+            if error.errno not in _FULL or self.waiting > MOST_WAITING:
+                raise
+            self._retry = self._due = began + _RETRY_SECONDS
+            raise DiskFull(error.errno, error.strerror, str(self.path)) from None
+        ended = time.monotonic()
+        before, self._took = self._took, ended - began
+        shorter = min(before, self._took)  # in the longer one the system may have run another process
+        self._due = ended + min(FLUSH_SECONDS, shorter / _SHARE) if shorter > _QUICK else 0.0
+
+    def _write_block(self, file: FileIO) -> None:
+        """Write the first of the lines that wait. Raises OSError after those that fit."""
+        # A file name that is no UTF-8, in the text of an exception, must not end the training.
+        data = "".join(self._pending[:_BLOCK]).encode("utf-8", "backslashreplace")
+        end = self._end_of_file(file)
+        self._is_torn = True
+        written, refusal = self._write_lines(file, data, end)
+        done = data.count(b"\n", 0, written)
+        last = _last_step(self._pending[:done], self._written)
+        rest, size = self._pending[done:], end + written
+        # One line without a call: CPython lets no interrupt in between.
+        self._pending, self._written, self._size, self._is_torn = rest, last, size, refusal is not None
+        if refusal is not None:
+            raise refusal
+
+    def _end_of_file(self, file: FileIO) -> int:
+        """Return where the next line begins; what a write that was interrupted has left there is removed."""
+        found = os.fstat(file.fileno())
+        if not found.st_nlink:
+            raise FileNotFoundError(errno.ENOENT, "it was deleted during the run", str(self.path))
+        if found.st_size < self._size:
+            raise OSError(errno.EIO, "another program has shortened it during the run", str(self.path))
+        if self._is_torn and found.st_size > self._size:
+            file.truncate(self._size)
+            return self._size
+        return found.st_size
+
+    def _write_lines(self, file: FileIO, data: bytes, end: int) -> tuple[int, OSError | None]:
+        """Write lines to the end of the file; return the bytes of those in it, and why there are no more, or None."""
+        written = 0
+        try:
+            while written < len(data):
+                written += file.write(memoryview(data)[written:])
+        except OSError as error:
+            written = data.rfind(b"\n", 0, written) + 1
+            with suppress(OSError):  # else the next write does it, or a reader drops the part
+                file.truncate(end + written)
+            return written, error
+        return written, None
+
+    def keep_state(self, state: RankState) -> None:
+        """Write the state of this rank as an event."""
+        self.note("state", **state.as_dict())
+
+    def close(self, *, steps: int = 0, raised: str = "") -> None:
+        """Flush and close; no effect if closed already. The log of a rank then says that it ended in order.
+
+        Args:
+            steps: the number of its steps.
+            raised: the exception that ended the loop, in words; "" for none.
+        """
+        if self._is_closed:
+            return
+        self._retry = 0.0
+        try:
+            if is_rank_log(self.path):
+                self.note("end", step=steps, raised=raised)
+            self.flush()
+        except DiskFull as error:
+            lost = f"{error.strerror}; its last {count(self.waiting, 'line')} are lost"
+            raise OSError(error.errno, lost, str(self.path)) from None
+        finally:
+            self._is_closed = True
+            if self._file is not None:
+                self._file.close()
+
+    def _add(self, values: object) -> None:
+        """Add a line that is not a step."""
+        self._pending.append(json_line(values))
+
+    def _is_forked(self) -> bool:
+        """Return whether this is a copy of the process that opened the log, which goes on to write the same steps."""
+        return os.getpid() != self._process
+
+
+def _open_to_append(path: str, flags: int) -> int:
+    return os.open(path, flags | os.O_APPEND, 0o666)
+
+
+def _last_step(lines: list[str], before: int | None) -> int | None:
+    """Return the number of the last step among lines; `before` if there is none."""
+    return next((int(each[1 : each.index(",")]) for each in reversed(lines) if each.startswith("[")), before)
