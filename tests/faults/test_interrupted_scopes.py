@@ -1,5 +1,6 @@
 """An interrupt at any point of a block that casts: the next op is not cast, before any call of amplab and after one."""
 
+import asyncio
 import contextlib
 from contextlib import contextmanager
 
@@ -7,13 +8,15 @@ import pytest
 import torch
 from interrupts import PACKAGE, interrupted_everywhere
 from torch.nn import functional as F
-from torch.overrides import _get_current_function_mode_stack
+from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 
 import amplab
+from amplab import amp
 from amplab.policies import (
     CastingEngine,
     CompiledEngine,
     PrecisionPolicy,
+    apply_policy,
     casting_state,
     casts_enabled,
     cpu_half,
@@ -258,3 +261,72 @@ def test_the_next_call_after_an_interrupt_of_a_compiled_engine_ends_it():
     for interrupt in interrupted_everywhere(block):
         assert thread_engines() == (), interrupt
         assert_nothing_is_on(interrupt, half_mode)
+
+
+class Passing(TorchFunctionMode):
+    """A mode of a user that changes nothing."""
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        return func(*args, **(kwargs or {}))
+
+
+class Interrupted(torch.nn.Module):
+    """A model whose forward an interrupt ends: torch then runs no hook."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = torch.nn.Linear(2, 2)
+
+    def forward(self, x):
+        self.linear(x)
+        raise KeyboardInterrupt
+
+
+def at_level(level):
+    model = Interrupted()
+    return amp.initialize(model, torch.optim.SGD(model.parameters(), lr=0.1), opt_level=level, verbosity=0)[0]
+
+
+def under_policy(**rules):
+    model = Interrupted()
+    apply_policy(PrecisionPolicy(module_rules=rules), model)
+    return model
+
+
+MODELS = {
+    "O2": lambda: at_level("O2"),
+    "O3": lambda: at_level("O3"),
+    "policy": under_policy,
+    "rule": lambda: under_policy(linear="float32"),
+}
+
+
+@pytest.mark.parametrize("make", MODELS.values(), ids=MODELS)
+def test_a_mode_of_the_user_ends_with_its_block_after_an_interrupted_forward(make):
+    model = make()
+    try:
+        with Passing() as mode, pytest.raises(KeyboardInterrupt):
+            model(X)
+        assert mode not in _get_current_function_mode_stack()
+        assert product() is torch.float32
+        assert thread_engines() == ()
+        assert _get_current_function_mode_stack() == []
+    finally:
+        amp.reset()
+
+
+@pytest.mark.parametrize("other", [lambda: torch.device("meta"), Passing])
+def test_a_region_and_a_mode_of_another_task_end_in_any_order(other):
+    async def in_block(block, begin, end):
+        await asyncio.sleep(begin)
+        with block:
+            await asyncio.sleep(end - begin)
+
+    async def both(first, second):
+        await asyncio.gather(in_block(first, 0.0, 0.02), in_block(second, 0.01, 0.03))
+
+    asyncio.run(both(other(), amplab.autocast("cpu", torch.float16)))
+    assert _get_current_function_mode_stack() == []
+    asyncio.run(both(amplab.autocast("cpu", torch.float16), other()))
+    assert _get_current_function_mode_stack() == []
+    assert product() is torch.float32

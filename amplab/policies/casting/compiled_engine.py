@@ -110,7 +110,7 @@ class CompiledEngine(CastingEngine):
             return False
         return (top.task, top.torch_nesting) == (self._casts.task(), self._casts.torch_nesting())
 
-    def push(self, mode: CastingMode | CompiledMode) -> None:
+    def push(self, mode: CastingMode | CompiledMode, *, below_others: bool) -> None:
         """Do nothing: the kernel sees every op."""
 
     def new_mode(self) -> CompiledMode:

@@ -28,7 +28,7 @@ from amplab.policies.casting.thread_scopes import (
     cpu_half_mode,
     function_modes,
     insert_above_device,
-    remove,
+    push_below_others,
 )
 from amplab.policies.casting.torch_regions import meet_torch_region
 from amplab.policies.policy.precision_policy import PrecisionPolicy
@@ -163,18 +163,24 @@ class CastingEngine:
         """Return a mode of this engine that casts nothing yet."""
         return CastingMode(self)
 
-    def push(self, mode: CastingMode | CompiledMode) -> None:
-        """Push a mode of this engine in the calling thread; `CastingThread.give_plans` sets its plan."""
+    def push(self, mode: CastingMode | CompiledMode, *, below_others: bool) -> None:
+        """Put a mode of this engine on the calling thread's stack; `CastingThread.give_plans` sets its plan.
+
+        Args:
+            mode: from `new_mode`.
+            below_others: whether below the modes that others have entered; else it meets ops before those do.
+        """
         if isinstance(mode, CastingMode):
-            _push_on_torch_function_stack(mode)
+            if below_others:
+                push_below_others(mode)
+            else:
+                _push_on_torch_function_stack(mode)
 
     def withdraw(self, mode: CastingMode | CompiledMode) -> None:
         """Remove a mode of this engine; a second call does nothing."""
         mode.rest()
         if isinstance(mode, CastingMode):
-            mode.withdrawn = True
-            if not remove(mode):  # perhaps it handles a call, after which torch pushes it again
-                THREAD.own.may_be_pushed_again = True
+            THREAD.own.withdraw(mode)
 
     @staticmethod
     def drop_ended_scopes() -> None:

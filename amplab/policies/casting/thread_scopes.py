@@ -51,6 +51,7 @@ __all__ = [
     "CastingMode",
     "CastingThread",
     "Scope",
+    "ScopeMode",
     "THREAD",
     "casting_engine",
     "engine_at_work",
@@ -62,6 +63,7 @@ __all__ = [
     "function_modes",
     "insert_above_device",
     "is_running",
+    "push_below_others",
     "remove",
     "resume_casts",
     "set_function_modes",
@@ -107,6 +109,8 @@ class Scope:
         places: the instructions of `watched` that it executes while the scope is open. A call may have ended there,
             too: `has_ended` is exact.
         grad_enabled: whether grad mode was on when a hook entered the scope; None for a block.
+        outlasts: whether the scope may still be open when a block around it has ended: its call may be interrupted, its
+            generator or coroutine suspended.
     """
 
     mode: CastingMode | CompiledMode | None = None
@@ -115,6 +119,7 @@ class Scope:
     watched: FrameType | None = None
     places: frozenset[int] = _NOWHERE
     grad_enabled: bool | None = None
+    outlasts = False
     _thread: CastingThread | None = None
     _outer: _Switches | None = None
     _left = False
@@ -174,6 +179,7 @@ class Scope:
             if self.watched is not None:
                 place = self.watched.f_lasti
                 self.places = frozenset((place,)) if by_hook else _block_at(frame.f_code, place)
+            self.outlasts = by_hook or bool(frame.f_code.co_flags & _SUSPENDABLE)
             if by_hook:
                 self.grad_enabled = torch.is_grad_enabled()
         try:
@@ -202,9 +208,7 @@ class Scope:
 
     def is_running_block(self) -> bool:
         """Whether this is the scope of a block that runs, so that all blocks and calls around it do."""
-        frame = self.frame
-        suspendable = frame is None or self.by_hook or frame.f_code.co_flags & _SUSPENDABLE
-        return not suspendable and not self.is_past()
+        return self.frame is not None and not self.outlasts and not self.is_past()
 
     def has_ended_before_op(self) -> bool:
         """As `has_ended`, for `CastingMode.__torch_function__`: first checks the depth at which the frame was last."""
@@ -229,7 +233,7 @@ class Scope:
         engine = self.engine
         if engine is not None and not engine.is_live():
             self.mode = mode = engine.new_mode()
-            engine.push(mode)
+            engine.push(mode, below_others=self.outlasts)
         self.apply(thread)
         if self.mode is not None or engine is None:
             thread.give_plans()
@@ -328,7 +332,7 @@ class CastingThread:
         disabled: the scopes in which no engine casts.
         half_mode: how CPU halves are multiplied; None for the default.
         explanation: the explanation that steps report to; None if explanations are not requested.
-        may_be_pushed_again: whether a mode that its engine has withdrawn may still be on the stack of function modes.
+        may_be_pushed_again: whether a mode that is withdrawn may still be on the stack of function modes.
         torch_regions: the disabled regions of torch.autocast that are open, each with its nesting count and its scope.
         left_elsewhere: whether another thread has left one of the scopes.
         flagged: whether `AUTOCAST_FLAG` is set; None after an interrupt while it was changed.
@@ -367,9 +371,15 @@ class CastingThread:
         if before_op and ended and ended[-1].grad_enabled is not None and not torch.is_inference_mode_enabled():
             torch.set_grad_enabled(ended[-1].grad_enabled)
         if self.may_be_pushed_again:
-            for mode in [mode for mode in function_modes() if isinstance(mode, CastingMode) and mode.withdrawn]:
+            for mode in [mode for mode in function_modes() if isinstance(mode, ScopeMode) and mode.withdrawn]:
                 remove(mode)
                 self.may_be_pushed_again = False
+
+    def withdraw(self, mode: ScopeMode) -> None:
+        """Take `mode` off the stack for good; a second call does nothing."""
+        mode.withdrawn = True
+        if not remove(mode):  # perhaps it handles a call, after which torch pushes it again
+            self.may_be_pushed_again = True
 
     def _put_back_installed(self) -> None:
         """Put each installed mode on the stack once, unless it handles a call.
@@ -565,7 +575,17 @@ def casting_engine(device_type: str) -> CastingEngine | None:
 # -- the function modes of a thread ------------------------------------------------------------
 
 
-class CastingMode(PreDispatchTorchFunctionMode):
+class ScopeMode(TorchFunctionMode):
+    """A function mode that a scope puts on the stack of a thread, and `CastingThread.withdraw` takes off.
+
+    Attributes:
+        withdrawn: whether it has been taken off.
+    """
+
+    withdrawn = False
+
+
+class CastingMode(ScopeMode, PreDispatchTorchFunctionMode):
     """One entry of an engine on one thread's stack of function modes.
 
     By its base class, regions of torch.autocast inside it are reported to it (see `torch_regions`).
@@ -575,14 +595,13 @@ class CastingMode(PreDispatchTorchFunctionMode):
         plan: function -> step; a function without a step runs as it is.
         live: whether this is the mode that casts, for its device type.
         explanation: where steps report to while somebody reads explanations.
-        withdrawn: whether its engine has taken it off.
         watched, places: those of the innermost scope: it may have ended if `watched` executes another instruction.
         has_ended: called before each op: whether a call in which casts are disabled has ended; None outside of one.
         keeps_flag: False: `AUTOCAST_FLAG` is set only while the lists cast.
         torch_nesting: `torch_nesting()` when the mode was made or got the last report of a region of torch.autocast.
     """
 
-    live = withdrawn = keeps_flag = False
+    live = keeps_flag = False
     explanation: Explanation | None = None
     watched: FrameType | None = None
     places: frozenset[int] = _NOWHERE
@@ -657,8 +676,28 @@ def insert_above_device(mode: TorchFunctionMode) -> None:
     Only the context of set_default_device, which has the attribute `old_device`, must be below it.
     """
     modes = function_modes()
-    place = 1 if modes and isinstance(modes[0], DeviceContext) and "old_device" in vars(modes[0]) else 0
+    place = _place_above_device(modes)
     set_function_modes([*modes[:place], mode, *modes[place:]])
+
+
+def push_below_others(mode: TorchFunctionMode) -> None:
+    """Put `mode` on top of the modes of scopes at the bottom of this thread's stack, below the modes of others.
+
+    Those pop from the top when they close, perhaps before a scope that `outlasts` them ends.
+    """
+    if _len_torch_function_stack() and not is_dynamo_compiling():
+        modes = function_modes()
+        place = _place_above_device(modes)
+        while place < len(modes) and isinstance(modes[place], ScopeMode):
+            place += 1
+        if place < len(modes):
+            set_function_modes([*modes[:place], mode, *modes[place:]])
+            return
+    _push_on_torch_function_stack(mode)
+
+
+def _place_above_device(modes: list[TorchFunctionMode]) -> int:
+    return 1 if modes and isinstance(modes[0], DeviceContext) and "old_device" in vars(modes[0]) else 0
 
 
 def remove(mode: TorchFunctionMode) -> bool:

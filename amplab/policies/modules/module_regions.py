@@ -32,13 +32,19 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.compiler import is_dynamo_compiling
-from torch.overrides import _push_mode
 
 from amplab.formats import LOW_PRECISION_DTYPES
 from amplab.policies.casting.engine import CastingEngine
 from amplab.policies.casting.explanation import Decision, decided
 from amplab.policies.casting.hook_scopes import no_graph_of_its_own
-from amplab.policies.casting.thread_scopes import THREAD, CastingThread, Scope, casts_enabled, remove, thread_engines
+from amplab.policies.casting.thread_scopes import (
+    THREAD,
+    CastingThread,
+    Scope,
+    casts_enabled,
+    push_below_others,
+    thread_engines,
+)
 from amplab.policies.modules.recomputation import ended_forward, next_node
 from amplab.policies.modules.uncalled_modules import UncalledModules
 from amplab.policies.modules.would_be_dtypes import WouldBeDtypes
@@ -255,12 +261,12 @@ class _Visit(Scope):
 
     def _begin(self, thread: CastingThread) -> None:
         if self.would_be is not None:
-            _push_mode(self.would_be)  # under the mode that casts
+            push_below_others(self.would_be)  # and under the mode that casts
         super()._begin(thread)
 
     def _end(self, thread: CastingThread) -> None:
         if self.would_be is not None:
-            remove(self.would_be)
+            thread.withdraw(self.would_be)
         super()._end(thread)
 
 

@@ -14,10 +14,9 @@ from typing import Any
 from torch import Tensor, nn
 from torch.compiler import is_dynamo_compiling
 from torch.nn import Parameter
-from torch.overrides import TorchFunctionMode, _push_mode
 
 from amplab.policies.casting.hook_scopes import HookScopes
-from amplab.policies.casting.thread_scopes import CastingThread, Scope, remove
+from amplab.policies.casting.thread_scopes import CastingThread, Scope, ScopeMode, push_below_others
 from amplab.policies.tables.apex_table import APEX
 from amplab.policies.tables.op_table import CastPolicy, OpRule
 
@@ -90,15 +89,15 @@ class _Watch(Scope):
         self._reads = reads
 
     def _begin(self, thread: CastingThread) -> None:
-        _push_mode(self._reads)
+        push_below_others(self._reads)
         super()._begin(thread)
 
     def _end(self, thread: CastingThread) -> None:
-        remove(self._reads)
+        thread.withdraw(self._reads)
         super()._end(thread)
 
 
-class _Reads(TorchFunctionMode):
+class _Reads(ScopeMode):
     """Note which ops read a Parameter that has a rule.
 
     Attributes:

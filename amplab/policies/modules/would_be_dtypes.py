@@ -16,11 +16,11 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.compiler import is_dynamo_compiling
-from torch.overrides import TorchFunctionMode
 from torch.utils.weak import WeakIdKeyDictionary
 
 from amplab.formats import LOW_PRECISION_DTYPES
 from amplab.policies.casting.plan import composites_of, opened
+from amplab.policies.casting.thread_scopes import ScopeMode
 from amplab.policies.nested_tensors import floating_tensors_in
 from amplab.policies.policy.precision_policy import PrecisionPolicy
 from amplab.policies.policy.precisions import tensor_dtype
@@ -34,7 +34,7 @@ _BY_NAME = {str(dtype): dtype for dtype in (torch.float16, torch.bfloat16, torch
 _FOLLOWS_FIRST = frozenset(("batch_norm", "instance_norm", "embedding", "embedding_bag"))
 
 
-class WouldBeDtypes(TorchFunctionMode):
+class WouldBeDtypes(ScopeMode):
     """Track which float32 tensors in a block would be 16-bit under the policy `around`.
 
     Push it below the mode that casts in the block, so that it sees the ops inside of opened composites.
