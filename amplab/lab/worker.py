@@ -60,6 +60,7 @@ class Worker:
         self._queue: deque[Callable[[], None]] = deque()
         self._busy = self._has_ended = False
         self._thread: threading.Thread | None = None
+        self._claim = threading.Lock()  # taken by the one thread that works
 
     def post(self, command: Callable[[], None]) -> None:
         """Queue `command` for the next step boundary, which is now if nothing runs; callable from any thread."""
@@ -134,6 +135,9 @@ class Worker:
 
     def _run(self, unset: threading.Lock) -> None:
         """Be the thread: compute with one intra-op thread, tell the starting one, work."""
+        if not self._claim.acquire(blocking=False):  # Ctrl-C in `_start`: the thread that it started works already
+            unset.release()
+            return
         self._thread = threading.current_thread()
         number = torch.get_num_threads()  # takes the process's number now; otherwise the first op would
         torch.set_num_threads(1)
@@ -149,6 +153,7 @@ class Worker:
                 self._busy = False
                 if not self._has_work() and not self._rest():
                     self._thread = None
+                    self._claim.release()
                     return
                 self._busy = True
                 command = self._queue.popleft() if self._queue else self._step

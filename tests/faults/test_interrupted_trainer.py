@@ -14,7 +14,11 @@ from amplab.lab import ExperimentConfig, Failed, StepRecord, Trainer
 
 SMALL = ExperimentConfig(hidden=16)
 FILES = [f"{PACKAGE}/lab/trainer.py", f"{PACKAGE}/lab/worker.py"]
-LOCKS = {"folders": [threading.__file__], "functions": ["__enter__"]}
+PLACES = {
+    "some points": {"folders": FILES, "every": 9},
+    "where a lock is taken": {"folders": [threading.__file__], "functions": ["__enter__"]},
+    "every point": {"folders": FILES},
+}
 CONTROLS = {
     "start": lambda trainer: trainer.start(3),
     "run": lambda trainer: trainer.run(3),
@@ -59,17 +63,18 @@ def check_all_works(trainer, number, interrupt):
     assert in_another_thread(torch.get_num_threads) == number, interrupt
 
 
-@pytest.mark.parametrize("where", [{"folders": FILES}, LOCKS], ids=["trainer", "locks"])
+@pytest.mark.parametrize(
+    "places", ["some points", "where a lock is taken", pytest.param("every point", marks=pytest.mark.long)]
+)
 @pytest.mark.parametrize("control", CONTROLS)
-def test_ctrl_c_in_a_control_leaves_a_trainer_that_works(request, control, where):
+def test_ctrl_c_in_a_control_leaves_a_trainer_that_works(control, places):
     number, trainers = in_another_thread(torch.get_num_threads), []
 
     def act():
         trainers.append(Trainer(SMALL))
         CONTROLS[control](trainers[-1])
 
-    every = 1 if request.config.getoption("-m") == "long" else 9
-    for interrupt in itertools.islice(interrupted_everywhere(act, first=4, every=every, **where), 200):
+    for interrupt in itertools.islice(interrupted_everywhere(act, **PLACES[places]), 300):
         if trainers:
             check_all_works(trainers.pop(), number, interrupt)
         trainers.clear()
