@@ -221,6 +221,18 @@ def test_a_checkpoint_that_finds_no_room_is_named_and_the_run_goes_on(tmp_path):
     assert set(files(tmp_path)) == {"run.jsonl"}
 
 
+def test_a_log_whose_checkpoint_has_too_long_a_name_leaves_those_of_other_runs(tmp_path):
+    told = []
+    for name in ("n" * 249, "run"):
+        trainer = Trainer(ExperimentConfig(hidden=4), log=tmp_path / f"{name}.jsonl")
+        trainer.run(1)
+        trainer.stop()
+        trainer.wait()
+        told.append([each.text for each in trainer.failures])
+    assert ["too long" in told[0][0], told[1]] == [True, []]
+    assert (tmp_path / "run.checkpoint").exists()
+
+
 @pytest.mark.skipif(obstacle() is not None, reason=f"cannot build here: {obstacle()}")
 def test_a_log_of_a_build_that_cannot_be_written_does_not_hide_why_it_failed(folder, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(folder))

@@ -36,6 +36,7 @@ def test_a_tilde_is_the_home_folder_and_makes_no_folder_of_that_name(home, tmp_p
         (5, TypeError, "expected the path of a file"),
         (None, TypeError, "expected the path of a file"),
         (b"run.pt", TypeError, "as a str or a pathlib.Path"),
+        ("", ValueError, "an empty path"),
         ("a\0b", ValueError, "NUL character; remove it"),
         ("~no-such-user/run.pt", ValueError, "expected ~/run.pt"),
         ("n" * 300, OSError, "give a shorter one"),
@@ -62,4 +63,5 @@ def test_a_link_without_a_target_names_the_file_that_is_written(home, tmp_path):
 
 def test_a_path_stays_as_it_was_given():
     assert given_path("run.pt") == Path("run.pt")
-    assert given_path("./~") == Path("~")
+    for name in ("~", "~root", "~no-such-user"):  # whoever takes the path a second time means the same file
+        assert given_path(given_path(f"./{name}/run.pt")) == Path.cwd() / name / "run.pt"
