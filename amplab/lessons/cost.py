@@ -1,9 +1,11 @@
 """What a call costs: the operators that it calls, and its time on one thread. For lessons 07 and 13."""
 
+import statistics
 from collections.abc import Callable
+from time import perf_counter
 from typing import Any
 
-from torch.utils.benchmark import Timer
+import torch
 
 from amplab.trace.dispatch_mode import DispatchMode
 
@@ -30,5 +32,17 @@ def operators_called(function: Callable[[], object]) -> int:
 
 def milliseconds(function: Callable[[], object], seconds: float = 0.05) -> float:
     """Return the median time of ``function`` on one thread, repeated for about so many ``seconds``."""
-    timer = Timer("function()", globals={"function": function}, num_threads=1)
-    return 1000 * float(timer.blocked_autorange(min_run_time=seconds).median)
+    # Not torch.utils.benchmark: its import looks for CUDA, and prints a warning if the toolkit is there without a GPU.
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        function()  # the first call is slower
+        times = []
+        end = perf_counter() + seconds
+        while not times or perf_counter() < end:
+            start = perf_counter()
+            function()
+            times.append(perf_counter() - start)
+    finally:
+        torch.set_num_threads(threads)
+    return 1000 * statistics.median(times)

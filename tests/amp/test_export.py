@@ -8,10 +8,7 @@ import amplab
 from amplab import amp
 
 X = torch.ones(4, 4)
-pytestmark = [
-    pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning"),
-    pytest.mark.filterwarnings("ignore:`torch.jit:FutureWarning"),  # since torch 2.14
-]
+pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit")
 
 
 @pytest.fixture(autouse=True)

@@ -157,15 +157,14 @@ def test_measures_against_numpy():
     assert twin_error(torch.tensor([2.0**-24]), torch.tensor([2.0**-23])).ulps == 1.0
 
 
+@pytest.mark.filterwarnings("ignore:`torch.jit")
 def test_a_model_that_is_none_is_refused():
     with pytest.raises(TypeError, match="expected a torch"):
         twin(None, torch.ones(1))
     with pytest.raises(ValueError, match="is compiled"):
         twin(torch.compile(nn.Linear(1, 1), backend="eager"), torch.ones(1, 1))
-    with pytest.warns(DeprecationWarning, match="deprecated"):
-        scripted = torch.jit.script(nn.Linear(1, 1))
     with pytest.raises(ValueError, match="is scripted"):
-        twin(scripted, torch.ones(1, 1))
+        twin(torch.jit.script(nn.Linear(1, 1)), torch.ones(1, 1))
 
 
 def test_the_report_is_read_as_a_page_a_text_and_a_line(task):

@@ -47,7 +47,7 @@ def test_what_is_watched(model, optimizer, error, words):
         watch(model, optimizer)
 
 
-@pytest.mark.filterwarnings("ignore:.*torch.jit.*:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:`torch.jit")
 def test_a_scripted_model_takes_no_hooks():
     _, optimizer = loop()
     with pytest.raises(ValueError, match="is scripted"):

@@ -79,7 +79,7 @@ WITHOUT_GRADIENT = {
 }
 
 
-scripting = pytest.mark.filterwarnings("ignore:.*torch.jit.*:DeprecationWarning")
+scripting = pytest.mark.filterwarnings("ignore:`torch.jit")
 
 
 def ids(table):

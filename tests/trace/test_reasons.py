@@ -175,8 +175,8 @@ def test_a_gradient_that_autograd_casts_by_itself():
 
 @pytest.mark.parametrize("mode", ["fp32_accumulate", "native"])
 def test_casts_inside_an_op_count_nowhere(mode):
-    """Without a batch of heads attention on the CPU takes torch's own route, which computes in float32."""
-    model = Free(lambda w: F.scaled_dot_product_attention(w[None], w[None], w[None]), torch.float16)
+    """Attention of matrices takes torch's own route on the CPU, which computes in float32."""
+    model = Free(lambda w: F.scaled_dot_product_attention(w, w, w), torch.float16)
     engine = CastingEngine(PrecisionPolicy(table=None))
     with cpu_half(mode):
         trace = trace_step(model, lambda: model().sum(), casting=engine.active())

@@ -4,7 +4,6 @@ import contextlib
 import copy
 import dataclasses
 import random
-import warnings
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 
@@ -239,10 +238,9 @@ def test_ambient_casting_of_torch_is_recorded_too(scenario):
     assert "torch.autocast casts for linear" in trace.casts[0].reason
 
 
+@pytest.mark.filterwarnings("ignore:`torch.jit")
 def test_a_scripted_module_is_refused():
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)
-        scripted = torch.jit.trace(nn.Linear(2, 2), torch.ones(1, 2))
+    scripted = torch.jit.trace(nn.Linear(2, 2), torch.ones(1, 2))
     with pytest.raises(ValueError, match="is scripted"):
         trace_step(scripted, list)
 

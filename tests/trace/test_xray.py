@@ -2,7 +2,6 @@
 
 import dataclasses
 import random
-import warnings
 from typing import Any
 
 import numpy as np
@@ -319,15 +318,13 @@ def test_contradicting_arguments():
         xray(model, batch, loss=3)
 
 
+@pytest.mark.filterwarnings("ignore:`torch.jit")
 def test_compiled_and_scripted_models_are_refused():
     model = nn.Linear(2, 2)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)
-        with pytest.raises(ValueError, match="is compiled"):
-            xray(torch.compile(model, backend="eager"), torch.ones(1, 2))
-        scripted = torch.jit.script(model)
+    with pytest.raises(ValueError, match="is compiled"):
+        xray(torch.compile(model, backend="eager"), torch.ones(1, 2))
     with pytest.raises(ValueError, match="is scripted"):
-        xray(scripted, torch.ones(1, 2))
+        xray(torch.jit.script(model), torch.ones(1, 2))
 
 
 def test_what_a_model_raises_passes_and_everything_is_put_back():

@@ -167,7 +167,7 @@ def test_one_call_with_arguments_of_a_dynamic_scale_works_at_every_level(session
     assert not recwarn.list
 
 
-@pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:`torch.jit")
 @pytest.mark.parametrize("level", ["O0", "O1", "O2", "O3"])
 def test_torchscript_is_refused_where_hooks_would_hang_on_it(session, level):
     scripted = torch.jit.script(nn.Linear(2, 2))
