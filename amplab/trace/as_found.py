@@ -29,6 +29,7 @@ from torch.utils import _python_dispatch
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack, _pop_mode, _push_mode
 from torch.utils.hooks import RemovableHandle
 
+from amplab.amp.deferred_interrupts import deferred_interrupts
 from amplab.policies.casting.plan import torch_nesting
 from amplab.policies.casting.thread_scopes import AUTOCAST_FLAG, THREAD, function_modes, set_function_modes
 
@@ -98,25 +99,23 @@ class Undo:
 
 
 def _finish(end: Callable[[BaseException | None], object], error: BaseException | None) -> None:
-    """Call `end` with `error`, and again with what stops it, until nothing does; then raise what came last.
+    """Call `end` with `error` while further interrupts wait; then raise the last one, if there is another.
 
-    More interrupts come where Ctrl-C is pressed again while large tensors are restored.
+    An interrupt that comes before they wait stops `end`, which is then called again.
     """
-    first = error
-    for _ in range(_MOST_INTERRUPTS):
+    first, is_over = error, False
+    while not is_over:
         try:
-            end(error)
-            break
-        except BaseException as another:  # noqa: BLE001  raised below
+            with deferred_interrupts():
+                end(error)
+                is_over = True
+        except KeyboardInterrupt as another:
             error = another
     if error is not first and error is not None:
         try:
             raise error
         finally:
             del error, first  # else the traceback refers to itself, and its frames stay
-
-
-_MOST_INTERRUPTS = 100
 
 
 class _Thread(threading.local):
@@ -211,13 +210,16 @@ class _Found:
         for scope in [scope for scope in reversed(thread.scopes) if scope not in self._scopes]:
             scope.leave()
         del thread.torch_regions[self._torch_regions :]
-        try:
-            for undo in [undo for undo in reversed(_THREAD.undos) if undo not in self._undos]:
-                undo.run()
-        finally:
-            if function_modes() != self._function_modes:
-                set_function_modes(self._function_modes)
-            self._remove_hooks()
+        with contextlib.ExitStack() as last_first:  # each is called, also after an exception of another one
+            last_first.callback(self._remove_hooks)
+            last_first.callback(self._restore_function_modes)
+            for undo in _THREAD.undos:
+                if undo not in self._undos:
+                    last_first.callback(undo.run)
+
+    def _restore_function_modes(self) -> None:
+        if function_modes() != self._function_modes:
+            set_function_modes(self._function_modes)
 
     def _restore_torch(self) -> None:
         self._dispatch.restore()

@@ -15,6 +15,7 @@ import amplab
 from amplab.policies import CastingEngine, PrecisionPolicy, thread_engines
 
 X = torch.randn(8, 16, generator=torch.Generator().manual_seed(0))
+KINDS = ["scale_loss", "autocast", "engine", "save", "save_wide_name", "save_shards"]
 SCRIPT = Path(__file__).with_name("signalled_training.py")
 
 
@@ -27,7 +28,7 @@ def interrupts_and_losses(kind, seconds, seed=1):
 
 
 @pytest.mark.skipif(os.name != "posix", reason="sends SIGINT")
-@pytest.mark.parametrize("kind", ["scale_loss", "autocast", "engine", "save", "save_wide_name"])
+@pytest.mark.parametrize("kind", KINDS)
 def test_training_goes_on_after_signals_at_random_times(kind):
     interrupts, lost = interrupts_and_losses(kind, 2.0)
     assert interrupts > 10
@@ -36,7 +37,7 @@ def test_training_goes_on_after_signals_at_random_times(kind):
 
 @pytest.mark.long
 @pytest.mark.parametrize("seed", [1, 2])
-@pytest.mark.parametrize("kind", ["scale_loss", "autocast", "engine", "save", "save_wide_name"])
+@pytest.mark.parametrize("kind", KINDS)
 def test_training_goes_on_after_thousands_of_signals(kind, seed):
     interrupts, lost = interrupts_and_losses(kind, 60.0, seed)
     assert interrupts > 1000
