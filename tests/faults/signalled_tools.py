@@ -1,7 +1,7 @@
 """Call a tool again and again while signals arrive at random times, until one of them has left something changed.
 
-Prints how many interrupts there were; how many Python has discarded, since they came in code that it calls when it frees
-an object; what the last one has left changed; and where it was.
+Prints how many interrupts there were; how many Python has discarded, because they came in code that it calls when it
+frees an object; what the last one has left changed; and where it was.
 
 python signalled_tools.py TOOL SECONDS SEED [AGAIN]
 
