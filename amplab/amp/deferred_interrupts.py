@@ -1,49 +1,67 @@
-"""`deferred_interrupts`: Ctrl-C waits for the end of a block, such as one that restores a model.
+"""`DeferredInterrupts`: Ctrl-C waits for the end of a call that removes or restores something.
 
 Python runs handlers of signals in the main thread only, so there is nothing to defer in another one.
 """
 
 import signal
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
 from types import FrameType
 
-__all__ = ["deferred_interrupts"]
+__all__ = ["DeferredInterrupts"]
 
 
-@contextmanager
-def deferred_interrupts() -> Iterator[None]:
-    """Let SIGINT wait for the end of the block, however the block ends; then its handler is called once.
+class DeferredInterrupts:
+    """Lets SIGINT wait until `end`, which then calls its handler once.
 
-    No effect where SIGINT does not call a handler that is written in Python, such as the one that raises
-    KeyboardInterrupt. An interrupt that comes before the block begins is raised there.
+        interrupts = DeferredInterrupts()
+        try:
+            interrupts.admit_one()
+            change()
+        finally:
+            interrupts.waits = True
+            undo()
+            interrupts.end()
 
-    >>> with deferred_interrupts():
-    ...     signal.raise_signal(signal.SIGINT)
-    ...     print("restored")
-    Traceback (most recent call last):
-    KeyboardInterrupt
+    An interrupt that is admitted lets those that follow wait, so nothing stops `undo`. (CPython lets none come between
+    an exception, or the end of a function written in Python, and `waits = True`.) No effect inside another one, and
+    where SIGINT does not call a handler that is written in Python, such as the one that raises KeyboardInterrupt.
+
+    Attributes:
+        waits: whether the next interrupt waits.
     """
-    handler = signal.getsignal(signal.SIGINT)
-    is_deferred = isinstance(handler, _Recorder)  # by a block around this one
-    if is_deferred or not callable(handler) or threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    recorder = _Recorder()
-    try:
-        signal.signal(signal.SIGINT, recorder)
-        yield
-    finally:
-        signal.signal(signal.SIGINT, handler)
-        if recorder.has_come:
+
+    def __init__(self) -> None:
+        self.waits, self._has_come = True, False
+        self._handler = signal.getsignal(signal.SIGINT)
+        self._is_on = (
+            callable(self._handler)
+            and not isinstance(self._handler, DeferredInterrupts)
+            and threading.current_thread() is threading.main_thread()
+        )
+        if self._is_on:
+            signal.signal(signal.SIGINT, self)
+
+    def __call__(self, number: int, frame: FrameType | None) -> None:
+        """Handle SIGINT."""
+        if self.waits:
+            self._has_come = True
+        elif callable(self._handler):
+            self.waits = True
+            self._handler(number, frame)
+            self.waits = False  # it has raised nothing
+
+    def admit_one(self) -> None:
+        """Let an interrupt stop the code that follows, also one that has come already."""
+        self.waits = False
+        self._raise()
+
+    def end(self) -> None:
+        """Set the handler from before, and call it if an interrupt has waited. Set `waits` first."""
+        if self._is_on:
+            signal.signal(signal.SIGINT, self._handler)
+            self._raise()
+
+    def _raise(self) -> None:
+        if self._has_come:
+            self._has_come = False
             signal.raise_signal(signal.SIGINT)
-
-
-class _Recorder:
-    """A handler that records that the signal has come."""
-
-    has_come = False
-
-    def __call__(self, _number: int, _frame: FrameType | None) -> None:
-        self.has_come = True

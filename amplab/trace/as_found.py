@@ -29,7 +29,7 @@ from torch.utils import _python_dispatch
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack, _pop_mode, _push_mode
 from torch.utils.hooks import RemovableHandle
 
-from amplab.amp.deferred_interrupts import deferred_interrupts
+from amplab.amp.deferred_interrupts import DeferredInterrupts
 from amplab.policies.casting.plan import torch_nesting
 from amplab.policies.casting.thread_scopes import AUTOCAST_FLAG, THREAD, function_modes, set_function_modes
 
@@ -75,9 +75,6 @@ class Undo:
 
     def __exit__(self, _kind: object, error: BaseException | None, _traceback: object) -> None:
         """Undo everything; does nothing if that is done already."""
-        _finish(self._end, error)
-
-    def _end(self, error: BaseException | None) -> None:
         if error is not None and not isinstance(error, GeneratorExit):  # which comes at any time
             _end_blocks_of(error, self._handled)
             self._dispatch.restore()
@@ -96,26 +93,6 @@ class Undo:
             _THREAD.undos.remove(self)
         if failure is not None:
             raise failure
-
-
-def _finish(end: Callable[[BaseException | None], object], error: BaseException | None) -> None:
-    """Call `end` with `error` while further interrupts wait; then raise the last one, if there is another.
-
-    An interrupt that comes before they wait stops `end`, which is then called again.
-    """
-    first, is_over = error, False
-    while not is_over:
-        try:
-            with deferred_interrupts():
-                end(error)
-                is_over = True
-        except KeyboardInterrupt as another:
-            error = another
-    if error is not first and error is not None:
-        try:
-            raise error
-        finally:
-            del error, first  # else the traceback refers to itself, and its frames stay
 
 
 class _Thread(threading.local):
@@ -154,12 +131,19 @@ def leaves_as_found(tool: Callable[P, R]) -> Callable[P, R]:
 
     @functools.wraps(tool)
     def undone(*args: P.args, **kwargs: P.kwargs) -> R:
-        found = _Found((*args, *kwargs.values()))
+        interrupts = DeferredInterrupts()
         try:
-            return tool(*args, **kwargs)
-        except BaseException as error:
-            _finish(found.restore, error)
-            raise
+            interrupts.admit_one()
+            found = _Found((*args, *kwargs.values()))
+            try:
+                return tool(*args, **kwargs)
+            except BaseException as error:
+                interrupts.waits = True
+                found.restore(error)
+                raise
+        finally:
+            interrupts.waits = True
+            interrupts.end()
 
     return undone
 

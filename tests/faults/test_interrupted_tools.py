@@ -269,26 +269,6 @@ def test_a_change_is_undone_whenever_the_interrupt_comes():
         assert on == [], interrupt
 
 
-def test_a_change_is_undone_however_often_the_interrupt_comes_again():
-    """Before, buffers stayed changed after a third interrupt while they were restored."""
-    on, interrupts = [True], [KeyboardInterrupt() for _ in range(8)]
-
-    def turn_off():
-        if interrupts:
-            raise interrupts.pop()
-        on.clear()
-
-    @leaves_as_found
-    def changing():
-        with Undo() as undo:
-            undo.add(turn_off)
-            raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        changing()
-    assert on == []
-
-
 def test_no_interrupt_is_lost_while_an_engine_is_freed():
     """Before, one of ten interrupts of `xray` was: Python discards one in a callback that is written in Python."""
 
