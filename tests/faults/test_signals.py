@@ -15,7 +15,7 @@ import amplab
 from amplab.policies import CastingEngine, PrecisionPolicy, thread_engines
 
 X = torch.randn(8, 16, generator=torch.Generator().manual_seed(0))
-KINDS = ["scale_loss", "autocast", "engine", "save", "save_wide_name", "save_shards"]
+KINDS = ["scale_loss", "autocast", "engine", "save", "save_wide_name"]
 SCRIPT = Path(__file__).with_name("signalled_training.py")
 
 
