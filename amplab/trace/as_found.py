@@ -75,10 +75,14 @@ class Undo:
 
     def __exit__(self, _kind: object, error: BaseException | None, _traceback: object) -> None:
         """Undo everything; does nothing if that is done already."""
-        if error is not None and not isinstance(error, GeneratorExit):  # which comes at any time
-            _end_blocks_of(error, self._handled)
-            self._dispatch.restore()
-        self.run()
+        interrupts = DeferredInterrupts()
+        try:
+            if error is not None and not isinstance(error, GeneratorExit):  # which comes at any time
+                _end_blocks_of(error, self._handled)
+                self._dispatch.restore()
+            self.run()
+        finally:
+            interrupts.end()
 
     def run(self) -> None:
         """Undo everything. An exception of one function propagates after the others have run."""
