@@ -16,7 +16,6 @@ wrong. It also determines whether the scale, the format or the model is the caus
 from __future__ import annotations
 
 from contextlib import ExitStack
-from functools import cached_property
 from types import TracebackType
 from typing import Any
 
@@ -25,6 +24,7 @@ from torch import Tensor, nn
 
 from amplab.diagnose.observed_step.blame import Blame, blame
 from amplab.diagnose.observed_step.values import NamedMemory, ObservedStep, StepWatcher, memory_of, named_tensors
+from amplab.formats.kept_property import kept_property
 from amplab.trace.argument_checks import check_model
 from amplab.trace.engines import compiled_functions_eagerly
 from amplab.trace.recorder import Recorder
@@ -68,7 +68,7 @@ class FollowedStep:
             self._watcher.note_loss(value)
         return value
 
-    @cached_property
+    @kept_property
     def observed(self) -> ObservedStep:
         """Every op with its values. Sync: one.
 
@@ -80,7 +80,7 @@ class FollowedStep:
             raise RuntimeError(f"followed_step: {state}; expected a forward in it; read the result after the block.")
         return self._watcher.observed(self._recorder.events, 1.0)
 
-    @cached_property
+    @kept_property
     def first(self) -> Blame | None:
         """The origin of the first loss or gradient that is not finite; None if all are finite. Sync: one."""
         return blame(self.observed)

@@ -10,7 +10,6 @@ Errors are computed in float64; where both tensors are 0 they are equal.
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -20,6 +19,7 @@ from amplab.display.html import Markup, chip, name
 from amplab.display.numbers import power
 from amplab.display.table import Card, Cell, Column, Table
 from amplab.formats import FLOAT16
+from amplab.formats.kept_property import kept_property
 
 __all__ = ["TwinError", "TwinReport", "TwinRow", "TwinStep", "twin_error"]
 
@@ -142,7 +142,7 @@ class TwinReport:
         """Return every comparison of every step."""
         return [row for step in self.steps for row in step.rows]
 
-    @cached_property
+    @kept_property
     def parted(self) -> TwinRow | None:
         """The first tensor, in the order of execution, whose error is above the tolerance; None if there is none."""
         return next((row for row in self._judged() if not row.error.relative <= self.tolerance), None)

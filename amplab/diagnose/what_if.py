@@ -10,7 +10,6 @@ contains it.
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from numbers import Real
 
 import numpy as np
@@ -19,6 +18,7 @@ from amplab.display.charts import scale_drawing
 from amplab.display.numbers import count, percent, power
 from amplab.display.table import Card, Column, Table
 from amplab.formats import FLOAT16, ExponentHistogram, FloatFormat
+from amplab.formats.kept_property import kept_property
 from amplab.scalers import PUBLISHED_RULES, Replay, ScaleRule, replay, steps_lost
 from amplab.scalers.recorded_overflows import REASONS
 
@@ -123,7 +123,7 @@ class WhatIf:
         """Why the record does not determine that step; None if it determines all."""
         return None if self.certain_until is None else REASONS[self.replay.reasons[self.certain_until]]
 
-    @cached_property
+    @kept_property
     def lost_share(self) -> float | None:
         """Mean share of the non-zero gradient elements that are 0 in the format at these scales.
 

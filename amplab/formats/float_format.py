@@ -18,11 +18,12 @@ Reference: IEEE 754-2019, section 3.4; Micikevicius et al., "FP8 Formats for Dee
 
 import math
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
+
+from amplab.formats.kept_property import kept_property
 
 __all__ = ["BitFields", "FloatFormat", "Kind"]
 
@@ -107,7 +108,7 @@ class FloatFormat:
         """Exponent of the largest finite number."""
         return self.bias if self.has_infinity else self.bias + 1
 
-    @cached_property
+    @kept_property
     def max(self) -> float:
         """The largest finite number."""
         return self.value(self._largest_finite_bits)

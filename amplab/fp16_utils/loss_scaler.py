@@ -8,11 +8,11 @@ The scaler of ``amp.initialize`` is another class of the same name, in `amplab.a
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Any
 
 from torch import Tensor
 
+from amplab.formats.kept_property import kept_property
 from amplab.scalers import Recurrence, RecurrentRule, ScaleRule, StaticScale
 
 __all__ = ["DynamicLossScaler", "LossScaler"]
@@ -24,7 +24,7 @@ class _Fp16UtilsScale(RecurrentRule):
     scale_factor: float
     scale_window: int
 
-    @cached_property
+    @kept_property
     def recurrence(self) -> Recurrence:
         return Recurrence(
             self.init_scale, self.scale_factor, self.scale_factor, self.scale_window, divides=True, floor=1.0,

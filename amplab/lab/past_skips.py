@@ -9,10 +9,10 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 
 from torch import Tensor
 
+from amplab.formats.kept_property import kept_property
 from amplab.lab.config import ExperimentConfig
 from amplab.lab.events import StepRecord
 from amplab.lab.step_rerun import StepBeginning
@@ -45,7 +45,7 @@ class PastSkip:
     beginning: StepBeginning
     weights: tuple[Tensor, ...]
 
-    @cached_property
+    @kept_property
     def nbytes(self) -> int:
         """Bytes of what no other step shares."""
         return self.beginning.nbytes

@@ -84,9 +84,9 @@ def train_on_ranks(
     try:
         place = this_rank() or Rank(0, 1)
         exchange = RankExchange(place)
-        checkpoint = _checkpoint(place, log_path)
-        exchange.meet()  # every rank has read the logs, which continue now
-        with _interrupted_once():
+        with _stopped_by_signals(exchange):
+            checkpoint = _checkpoint(place, log_path)
+            exchange.meet()  # every rank has read the logs, which continue now
             summary = train(
                 config,
                 steps=steps,
@@ -120,18 +120,16 @@ def _checkpoint(place: Rank, log_path: str | PathLike[str] | None) -> Checkpoint
 
 
 @contextmanager
-def _interrupted_once() -> Iterator[None]:
-    """Take the first SIGINT or SIGTERM as an interrupt, and ignore the others: torchrun passes on what it gets.
+def _stopped_by_signals(exchange: RankExchange) -> Iterator[None]:
+    """Let SIGINT and SIGTERM stop all ranks after the same step, the first one if they come before it.
 
     torchrun ends the other ranks by SIGTERM when one has died; they then say so and close their logs.
     """
 
-    def interrupt(*_: object) -> None:
-        for each in before:
-            signal.signal(each, signal.SIG_IGN)
-        raise KeyboardInterrupt
+    def stop(*_: object) -> None:
+        exchange.request("stop")
 
-    before = {each: signal.signal(each, interrupt) for each in (signal.SIGINT, signal.SIGTERM)}
+    before = {each: signal.signal(each, stop) for each in (signal.SIGINT, signal.SIGTERM)}
     try:
         yield
     finally:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cached_property, lru_cache
+from functools import lru_cache
 from itertools import product
 from typing import Any
 
@@ -20,6 +20,7 @@ from amplab.diagnose import ScaleHistory
 from amplab.display.charts import line_chart
 from amplab.display.html import page
 from amplab.display.numbers import power
+from amplab.formats.kept_property import kept_property
 from amplab.lab import ExperimentConfig, Trainer
 from amplab.lessons.exercises import exercise
 from amplab.lessons.forms import shown
@@ -88,7 +89,7 @@ class ScaleOverRun:
         """Half of the steps have at least this scale."""
         return float(np.sort(self.path.scales)[len(self.path.scales) // 2])
 
-    @cached_property
+    @kept_property
     def sentence(self) -> str:
         """The two numbers that a rule is chosen by."""
         steps = len(self.path.scales)

@@ -7,8 +7,8 @@ their sources, some of which let the scale reach 0; a `GradScaler` adds this flo
 """
 
 from dataclasses import dataclass, replace
-from functools import cached_property
 
+from amplab.formats.kept_property import kept_property
 from amplab.scalers.rules import Recurrence, RecurrentRule, ScaleRule, ScaleState, require_rule, require_scale
 
 __all__ = ["floored", "name_of_rule"]
@@ -71,7 +71,7 @@ class _FlooredRecurrence(RecurrentRule):
     def skips_on_overflow(self) -> bool:
         return self.rule.skips_on_overflow
 
-    @cached_property
+    @kept_property
     def recurrence(self) -> Recurrence:
         constants = self.rule.recurrence
         return replace(constants, floor=min(self.floor, constants.init_scale))

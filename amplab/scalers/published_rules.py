@@ -11,8 +11,8 @@ step.
 
 import math
 from dataclasses import dataclass
-from functools import cached_property
 
+from amplab.formats.kept_property import kept_property
 from amplab.scalers.rules import (
     DynamicScale,
     HysteresisState,
@@ -81,7 +81,7 @@ class ApexScale(RecurrentRule):
         require_scale("floor", self.floor, optional=True)
         require_scale("ceiling", self.ceiling)
 
-    @cached_property
+    @kept_property
     def recurrence(self) -> Recurrence:
         """The constants of apex."""
         return _apex_recurrence(self.init_scale, 2.0, 0.5, self.growth_interval, self.floor, self.ceiling)
@@ -131,7 +131,7 @@ class AscendScale(RecurrentRule):
         require_scale("floor", self.floor, optional=True)
         require_scale("ceiling", self.ceiling)
 
-    @cached_property
+    @kept_property
     def recurrence(self) -> Recurrence:
         """The constants of this rule, as passed to the constructor."""
         factors = (self.growth_factor, self.backoff_factor)
@@ -176,7 +176,7 @@ class JmpScale(RecurrentRule):
         require_interval("growth_interval", self.growth_interval)
         require_scale("floor", self.floor)
 
-    @cached_property
+    @kept_property
     def recurrence(self) -> Recurrence:
         """The constants of jmp, in float32."""
         factor = float32(self.factor)
@@ -224,7 +224,7 @@ class KerasScale(RecurrentRule):
         require_scale("init_scale", self.init_scale)
         require_interval("growth_interval", self.growth_interval)
 
-    @cached_property
+    @kept_property
     def recurrence(self) -> Recurrence:
         """The constants of Keras."""
         return Recurrence(self.init_scale, growth_interval=self.growth_interval)
@@ -279,7 +279,7 @@ class MegatronScale(RecurrentRule):
         require_interval("growth_interval", self.growth_interval)
         require_interval("hysteresis", self.hysteresis)
 
-    @cached_property
+    @kept_property
     def recurrence(self) -> Recurrence:
         """The constants of Megatron, rounded to float32: they are float32 tensors there."""
         return Recurrence(

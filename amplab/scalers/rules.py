@@ -24,9 +24,10 @@ import math
 import struct
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from functools import cached_property
 from numbers import Real
 from typing import Any, Protocol
+
+from amplab.formats.kept_property import kept_property
 
 __all__ = [
     "APEX_DYNAMIC",
@@ -219,7 +220,7 @@ class StaticScale(RecurrentRule):
         """Whether the optimizer step is skipped if a gradient is not finite: never."""
         return False
 
-    @cached_property
+    @kept_property
     def recurrence(self) -> Recurrence:
         """A scale that never moves."""
         return Recurrence(self.scale, growth_interval=None, single=False)
@@ -278,7 +279,7 @@ class DynamicScale(RecurrentRule):
         if self.floor is not None and self.ceiling is not None and self.floor > self.ceiling:
             raise ValueError(f"floor={self.floor} is above ceiling={self.ceiling}: expected floor <= ceiling.")
 
-    @cached_property
+    @kept_property
     def recurrence(self) -> Recurrence:
         """The constants given; ``init_scale`` clamped between floor and ceiling."""
         floor = 0.0 if self.floor is None else float(self.floor)

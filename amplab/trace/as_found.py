@@ -29,6 +29,7 @@ from torch.utils import _python_dispatch
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack, _pop_mode, _push_mode
 from torch.utils.hooks import RemovableHandle
 
+from amplab.amp.deferred_interrupts import DeferredInterrupts
 from amplab.policies.casting.plan import torch_nesting
 from amplab.policies.casting.thread_scopes import AUTOCAST_FLAG, THREAD, function_modes, set_function_modes
 
@@ -74,13 +75,14 @@ class Undo:
 
     def __exit__(self, _kind: object, error: BaseException | None, _traceback: object) -> None:
         """Undo everything; does nothing if that is done already."""
-        _finish(self._end, error)
-
-    def _end(self, error: BaseException | None) -> None:
-        if error is not None and not isinstance(error, GeneratorExit):  # which comes at any time
-            _end_blocks_of(error, self._handled)
-            self._dispatch.restore()
-        self.run()
+        interrupts = DeferredInterrupts()
+        try:
+            if error is not None and not isinstance(error, GeneratorExit):  # which comes at any time
+                _end_blocks_of(error, self._handled)
+                self._dispatch.restore()
+            self.run()
+        finally:
+            interrupts.end()
 
     def run(self) -> None:
         """Undo everything. An exception of one function propagates after the others have run."""
@@ -95,28 +97,6 @@ class Undo:
             _THREAD.undos.remove(self)
         if failure is not None:
             raise failure
-
-
-def _finish(end: Callable[[BaseException | None], object], error: BaseException | None) -> None:
-    """Call `end` with `error`, and again with what stops it, until nothing does; then raise what came last.
-
-    More interrupts come where Ctrl-C is pressed again while large tensors are restored.
-    """
-    first = error
-    for _ in range(_MOST_INTERRUPTS):
-        try:
-            end(error)
-            break
-        except BaseException as another:  # noqa: BLE001  raised below
-            error = another
-    if error is not first and error is not None:
-        try:
-            raise error
-        finally:
-            del error, first  # else the traceback refers to itself, and its frames stay
-
-
-_MOST_INTERRUPTS = 100
 
 
 class _Thread(threading.local):
@@ -155,12 +135,19 @@ def leaves_as_found(tool: Callable[P, R]) -> Callable[P, R]:
 
     @functools.wraps(tool)
     def undone(*args: P.args, **kwargs: P.kwargs) -> R:
-        found = _Found((*args, *kwargs.values()))
+        interrupts = DeferredInterrupts()
         try:
-            return tool(*args, **kwargs)
-        except BaseException as error:
-            _finish(found.restore, error)
-            raise
+            interrupts.admit_one()
+            found = _Found((*args, *kwargs.values()))
+            try:
+                return tool(*args, **kwargs)
+            except BaseException as error:
+                interrupts.waits = True
+                found.restore(error)
+                raise
+        finally:
+            interrupts.waits = True
+            interrupts.end()
 
     return undone
 
@@ -211,13 +198,16 @@ class _Found:
         for scope in [scope for scope in reversed(thread.scopes) if scope not in self._scopes]:
             scope.leave()
         del thread.torch_regions[self._torch_regions :]
-        try:
-            for undo in [undo for undo in reversed(_THREAD.undos) if undo not in self._undos]:
-                undo.run()
-        finally:
-            if function_modes() != self._function_modes:
-                set_function_modes(self._function_modes)
-            self._remove_hooks()
+        with contextlib.ExitStack() as last_first:  # each is called, also after an exception of another one
+            last_first.callback(self._remove_hooks)
+            last_first.callback(self._restore_function_modes)
+            for undo in _THREAD.undos:
+                if undo not in self._undos:
+                    last_first.callback(undo.run)
+
+    def _restore_function_modes(self) -> None:
+        if function_modes() != self._function_modes:
+            set_function_modes(self._function_modes)
 
     def _restore_torch(self) -> None:
         self._dispatch.restore()

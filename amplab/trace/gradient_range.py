@@ -11,7 +11,7 @@ A loss scale only shifts the histogram of exponents, so one measurement is valid
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from functools import cached_property, reduce
+from functools import reduce
 from operator import add
 from typing import Any
 
@@ -23,6 +23,7 @@ from amplab.display.html import Markup, markup, name, styled
 from amplab.display.numbers import count, percent, power
 from amplab.display.table import Card, Cell, Column, Table
 from amplab.formats import FLOAT16, ExponentHistogram, FloatFormat
+from amplab.formats.kept_property import kept_property
 from amplab.policies import disable_casts
 from amplab.trace.argument_checks import check_gradients_on, check_loss_scale
 from amplab.trace.as_found import leaves_as_found
@@ -68,7 +69,7 @@ class GradientRange:
         unscaled = tuple((name, histogram.shifted(shift)) for name, histogram in layers)
         return cls(unscaled, scaled_by if loss_scale is None else loss_scale)
 
-    @cached_property
+    @kept_property
     def total(self) -> ExponentHistogram:
         """The histogram of all layers."""
         return reduce(add, (histogram for _, histogram in self.layers)) if self.layers else _EMPTY

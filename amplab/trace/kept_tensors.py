@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
-from itertools import accumulate
+from itertools import accumulate, count, islice
 
 import torch
 from torch import Tensor, nn
@@ -21,6 +21,9 @@ from torch import Tensor, nn
 from amplab.trace.weight_casts import WeightCasts
 
 __all__ = ["KeptBytes", "KeptTensors", "memory_of"]
+
+_Change = tuple[str, bool, int, int]
+"""Module, whether it is a cast of a weight, bytes, negative once they are freed; number of the storage."""
 
 _without_torch_function = torch._C.DisableTorchFunction
 
@@ -59,7 +62,8 @@ class KeptTensors:
             tensors = (each for module in model.modules() for each in _own_tensors(module))
             self._owned = {memory_of(tensor)[0] for tensor in tensors}
         self._live: dict[int, weakref.ref[_Kept]] = {}
-        self._changes: list[tuple[str, bool, int]] = []
+        self._numbers = count()
+        self._changes: dict[_Change, object] = {}  # the keys, in order
 
     @contextmanager
     def following(self, keeper: Callable[[], str | None], casts: WeightCasts) -> Iterator[None]:
@@ -79,23 +83,22 @@ class KeptTensors:
             kept = None if known is None else known()
             # A dead reference means that the memory was freed and now belongs to another tensor.
             if kept is None and (module := keeper()) is not None:
-                kept, side = _Kept(), casts.owns(address)
-                self._live[address] = weakref.ref(kept, partial(self._is_freed, module, side, size))
-                self._changes.append((module, side, size))
+                kept, side, number = _Kept(), casts.owns(address), next(self._numbers)
+                # A callback that is written in C: Python discards an interrupt that comes in one written in Python.
+                freed = partial(self._changes.setdefault, (module, side, -size, number))
+                self._live[address] = weakref.ref(kept, freed)
+                self._changes[module, side, size, number] = None
             return kept, tensor
 
         with torch.autograd.graph.saved_tensors_hooks(keep, _tensor_of):
             yield
 
-    def _is_freed(self, module: str, is_cast: bool, size: int, _kept: object) -> None:
-        self._changes.append((module, is_cast, -size))
-
     def peak(self) -> KeptBytes:
         """Return what was kept at the peak; call it after the step."""
-        sums = list(accumulate(size for _, _, size in self._changes))
+        sums = list(accumulate(size for _, _, size, _ in self._changes))
         changes = sums.index(max(sums)) + 1 if sums else 0
         sides: tuple[Counter[str], Counter[str]] = (Counter(), Counter())
-        for module, is_cast, size in self._changes[:changes]:
+        for module, is_cast, size, _ in islice(self._changes, changes):
             sides[is_cast][module] += size
         return KeptBytes(*({module: size for module, size in side.items() if size} for side in sides))
 

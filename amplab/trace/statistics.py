@@ -7,7 +7,7 @@ same counts, but takes several times as long.
 """
 
 from dataclasses import dataclass
-from functools import cache, cached_property
+from functools import cache
 from typing import Any, NamedTuple
 
 import torch
@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from amplab import kernels
 from amplab.formats import ExponentHistogram
 from amplab.formats.exponents import HIGHEST_EXPONENT, LOWEST_EXPONENT
+from amplab.formats.kept_property import kept_property
 from amplab.kernels import StatsTable, TensorStats, tensor_stats
 from amplab.trace.reasons import change_of_dtype, is_view
 from amplab.trace.recorder import Event
@@ -95,7 +96,7 @@ class Statistics:
         self._measured = [_joined(parts) for parts in by_device.values()]
         self._gradients = [(names, table.cpu()) for names, table in self._gradients]
 
-    @cached_property
+    @kept_property
     def by_op(self) -> dict[int, OpStatistics]:
         """The statistics of each op by its index. Sync: none after `fetch`."""
         outputs: dict[int, list[TensorStats]] = {}
@@ -108,7 +109,7 @@ class Statistics:
                     outputs.setdefault(owner.op, []).append(stats)
         return {index: OpStatistics(tuple(outputs[index]), sources.get(index)) for index in sorted(outputs)}
 
-    @cached_property
+    @kept_property
     def gradients(self) -> tuple[tuple[str, ExponentHistogram], ...]:
         """The histogram of each gradient over all exponents of float32, by parameter. Sync: none after `fetch`."""
         return tuple(

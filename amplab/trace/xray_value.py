@@ -6,12 +6,12 @@
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Any, SupportsIndex
 
 import torch
 
 from amplab.formats import ExponentHistogram
+from amplab.formats.kept_property import kept_property
 from amplab.kernels import TensorStats
 from amplab.trace.gradient_range import GradientRange
 from amplab.trace.kept_tensors import KeptBytes
@@ -94,12 +94,12 @@ class XRay:
         """Name and histogram of each parameter's gradient, scaled by `loss_scale`; None without `stats=True`."""
         return None if self.measured is None else self.measured.gradients
 
-    @cached_property
+    @kept_property
     def trace(self) -> Trace:
         """The records of the step, made at the first access."""
         return Trace(records_of(self.events), self.model)
 
-    @cached_property
+    @kept_property
     def casts(self) -> tuple[Cast, ...]:
         """Every cast in order, including those from the weight cache."""
         return tuple(cast for record in self.trace for cast in self._casts_at(record))

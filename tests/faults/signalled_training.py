@@ -16,7 +16,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.distributed.fsdp import fully_shard
 from torch.overrides import _get_current_function_mode_stack
 
 import amplab
@@ -48,6 +50,18 @@ class Signals:
     def end(self) -> None:
         self._ended = True
         self._sender.join()
+
+
+def saving_shards(path: Path) -> tuple[Callable[[], None], Callable[[], bool]]:
+    """Return a save of a sharded run, and whether it cannot be loaded."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    model = fully_shard(nn.Sequential(*(nn.Linear(64, 64) for _ in range(20))))
+
+    def is_wrong() -> bool:
+        amp.load_run_state(path, model=model)
+        return False
+
+    return lambda: amp.save_run_state(path, model=model), is_wrong
 
 
 def saving(path: Path) -> tuple[Callable[[], None], Callable[[], bool]]:
@@ -107,8 +121,9 @@ def training(kind: str) -> tuple[Callable[[], None], Callable[[], bool]]:
 
 def main(kind: str, seconds: float, seed: int) -> None:
     with tempfile.TemporaryDirectory() as folder:
-        names = {"save": "run.pt", "save_wide_name": "ü.pt"}
-        step, is_wrong = saving(Path(folder, names[kind])) if kind in names else training(kind)
+        saves = {"save": (saving, "run.pt"), "save_wide_name": (saving, "ü.pt"), "save_shards": (saving_shards, "run")}
+        made, name = saves.get(kind, (None, ""))
+        step, is_wrong = training(kind) if made is None else made(Path(folder, name))
         step()
         signals, interrupts, lost = Signals(seed), 0, 0
         end = time.monotonic() + seconds

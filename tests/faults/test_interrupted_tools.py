@@ -3,9 +3,12 @@
 import contextlib
 import gc
 import os
+import signal
 import subprocess
 import sys
+import time
 import warnings
+import weakref
 from pathlib import Path
 
 import pytest
@@ -21,7 +24,7 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 import amplab
 from amplab.diagnose.reruns import headroom
-from amplab.policies import casts_enabled, cpu_half_mode, thread_engines
+from amplab.policies import CastingEngine, casts_enabled, cpu_half_mode, thread_engines
 from amplab.policies.casting.plan import torch_nesting
 from amplab.trace.as_found import Undo, leaves_as_found
 from amplab.trace.dispatch_mode import DispatchMode
@@ -66,6 +69,7 @@ def state_of_torch():
         "deterministic": torch.are_deterministic_algorithms_enabled(),
         "random state": torch.get_rng_state().tolist(),
         "garbage collection": gc.isenabled(),
+        "handler of SIGINT": signal.getsignal(signal.SIGINT),
         "engines": thread_engines(),
         "casts": casts_enabled(),
         "half": cpu_half_mode(),
@@ -265,28 +269,19 @@ def test_a_change_is_undone_whenever_the_interrupt_comes():
         assert on == [], interrupt
 
 
-def test_a_change_is_undone_however_often_the_interrupt_comes_again():
-    """Before, buffers stayed changed after a third interrupt while they were restored."""
-    on, interrupts = [True], [KeyboardInterrupt() for _ in range(8)]
+def test_no_interrupt_is_lost_while_an_engine_is_freed():
+    """Before, one of ten interrupts of `xray` was: Python discards one in a callback that is written in Python."""
 
-    def turn_off():
-        if interrupts:
-            raise interrupts.pop()
-        on.clear()
+    def used():
+        with CastingEngine().active():
+            X @ X.T
+        gc.collect()  # an engine and its plans refer to each other
 
-    @leaves_as_found
-    def changing():
-        with Undo() as undo:
-            undo.add(turn_off)
-            raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        changing()
-    assert on == []
+    for interrupt in interrupted_everywhere(used, folders=[weakref.__file__], functions=["remove"]):
+        assert interrupt.escaped, interrupt
 
 
-def test_a_storage_that_is_counted_when_the_interrupt_comes_prints_nothing(monkeypatch):
-    """Before, `AttributeError: _change` was printed: what counts a storage was deleted before it had its attributes."""
+def test_no_interrupt_is_lost_while_a_storage_is_counted(monkeypatch):
     printed = []
     monkeypatch.setattr(sys, "unraisablehook", lambda report: printed.append(report.exc_type))
     model = nn.Linear(8, 8)
@@ -295,8 +290,32 @@ def test_a_storage_that_is_counted_when_the_interrupt_comes_prints_nothing(monke
         with KeptTensors(model).following(lambda: "", WeightCasts()):
             model(X).relu().sum().backward()
 
-    for _ in interrupted_everywhere(followed, folders=[f"{PACKAGE}/trace/kept_tensors.py"]):
-        assert set(printed) <= {KeyboardInterrupt}
+    for interrupt in interrupted_everywhere(followed, folders=[f"{PACKAGE}/trace/kept_tensors.py"]):
+        assert interrupt.escaped, interrupt
+        assert printed == [], interrupt
+
+
+@pytest.mark.skipif(os.name != "posix", reason="sends SIGINT")
+def test_a_change_is_undone_however_many_signals_come_meanwhile():
+    """Before, 100 of them left the rest of the model changed."""
+    on, handler = [True], signal.getsignal(signal.SIGINT)
+
+    def turn_off():
+        for _ in range(200):
+            os.kill(os.getpid(), signal.SIGINT)
+            time.sleep(0.0)
+        on.clear()
+
+    @leaves_as_found
+    def changing():
+        with Undo() as undo:
+            undo.add(turn_off)
+            raise ZeroDivisionError
+
+    with pytest.raises(KeyboardInterrupt):
+        changing()
+    assert on == []
+    assert signal.getsignal(signal.SIGINT) is handler
 
 
 class Passing(DispatchMode):
@@ -351,12 +370,14 @@ def test_a_key_of_dispatch_modes_that_an_error_has_left_is_removed(key):
 
 @pytest.mark.long
 @pytest.mark.skipif(os.name != "posix", reason="sends SIGALRM")
+@pytest.mark.parametrize("again", ["0", "0.0002", "0.002"])
 @pytest.mark.parametrize("tool", ["first_nonfinite", "xray", "doctor"])
-def test_a_tool_leaves_nothing_on_after_signals_at_random_times(tool):
+def test_a_tool_leaves_nothing_on_after_signals_at_random_times(tool, again):
     script = Path(__file__).with_name("signalled_tools.py")
-    command = [sys.executable, str(script), tool, "60", "1"]
+    command = [sys.executable, str(script), tool, "60", "1", again]
     done = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False)
     assert done.returncode == 0, done.stderr
-    interrupts, _, changed = done.stdout.partition("\n")
+    interrupts, discarded, *changed = done.stdout.splitlines()
     assert int(interrupts) > 50
-    assert changed == ""
+    assert int(discarded) == 0
+    assert changed == []

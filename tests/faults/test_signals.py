@@ -15,6 +15,7 @@ import amplab
 from amplab.policies import CastingEngine, PrecisionPolicy, thread_engines
 
 X = torch.randn(8, 16, generator=torch.Generator().manual_seed(0))
+KINDS = ["scale_loss", "autocast", "engine", "save", "save_wide_name"]
 SCRIPT = Path(__file__).with_name("signalled_training.py")
 
 
@@ -27,7 +28,7 @@ def interrupts_and_losses(kind, seconds, seed=1):
 
 
 @pytest.mark.skipif(os.name != "posix", reason="sends SIGINT")
-@pytest.mark.parametrize("kind", ["scale_loss", "autocast", "engine", "save", "save_wide_name"])
+@pytest.mark.parametrize("kind", KINDS)
 def test_training_goes_on_after_signals_at_random_times(kind):
     interrupts, lost = interrupts_and_losses(kind, 2.0)
     assert interrupts > 10
@@ -36,7 +37,7 @@ def test_training_goes_on_after_signals_at_random_times(kind):
 
 @pytest.mark.long
 @pytest.mark.parametrize("seed", [1, 2])
-@pytest.mark.parametrize("kind", ["scale_loss", "autocast", "engine", "save", "save_wide_name"])
+@pytest.mark.parametrize("kind", KINDS)
 def test_training_goes_on_after_thousands_of_signals(kind, seed):
     interrupts, lost = interrupts_and_losses(kind, 60.0, seed)
     assert interrupts > 1000
@@ -163,42 +164,69 @@ def test_a_forked_process_casts_as_the_thread_that_forked_it():
     assert forks(20) == ["0", "0"]
 
 
-FORK_WHILE_A_TABLE_IS_READ = """
+FORK_WHILE_A_VALUE_IS_COMPUTED = """
 import os, threading, warnings
 warnings.simplefilter("ignore")
 import torch
 from amplab.policies import CastPolicy, OpRule, OpTable
+from amplab.scalers import DynamicScale
 
 reading, read = threading.Event(), threading.Event()
 
 
+def wait():
+    if threading.current_thread() is not threading.main_thread():
+        reading.set()
+        read.wait()
+
+
 class Spellings(tuple):
     def __iter__(self):
-        if threading.current_thread() is not threading.main_thread():
-            reading.set()
-            read.wait()
+        wait()
         return super().__iter__()
 
 
-slow = OpTable("slow", (OpRule("mm", CastPolicy.FP32, "mm: a test", Spellings(["torch.mm"])),))
-other = OpTable("other", (OpRule("mm", CastPolicy.FP32, "mm: a test", ("torch.mm",)),))
-thread = threading.Thread(target=lambda: slow.rule(torch.mm))
+class Scale(float):
+    def __lt__(self, other):
+        wait()
+        return super().__lt__(other)
+
+
+def table(spellings):
+    return OpTable("a table", (OpRule("mm", CastPolicy.FP32, "mm: a test", spellings),))
+
+
+SLOW, OTHER, COMPUTE
+thread = threading.Thread(target=lambda: compute(slow))
 thread.start()
 reading.wait()
 pid = os.fork()
 if pid == 0:
-    other.rule(torch.mm)
+    compute(other)
     os._exit(7)
 read.set()
 thread.join()
 print(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
 """
+COMPUTED = {
+    "table": (
+        'slow, other = table(Spellings(["torch.mm"])), table(("torch.mm",))',
+        "compute = lambda table: table.rule(torch.mm)",
+    ),
+    "scaling rule": (
+        "slow, other = DynamicScale(Scale(8.0)), DynamicScale(4.0)",
+        "compute = lambda rule: rule.recurrence",
+    ),
+}
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs os.fork")
-def test_a_process_forked_while_another_thread_reads_a_table_does_not_wait_for_that_thread():
-    command = [sys.executable, "-c", FORK_WHILE_A_TABLE_IS_READ]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, start_new_session=True) as process:
+@pytest.mark.parametrize("kind", COMPUTED)
+def test_a_process_forked_while_another_thread_computes_a_value_does_not_wait_for_that_thread(kind):
+    program = FORK_WHILE_A_VALUE_IS_COMPUTED.replace("SLOW, OTHER, COMPUTE", "\n".join(COMPUTED[kind]))
+    with subprocess.Popen(
+        [sys.executable, "-c", program], stdout=subprocess.PIPE, text=True, start_new_session=True
+    ) as process:
         try:
             assert process.communicate(timeout=60)[0].split() == ["7"]
         finally:

@@ -88,6 +88,18 @@ def bare_excepts(tree: ast.AST) -> Iterator[int]:
     return (node.lineno for node in ast.walk(tree) if isinstance(node, ast.ExceptHandler) and node.type is None)
 
 
+def properties_with_a_lock(tree: ast.AST) -> Iterator[int]:
+    """Find functools.cached_property, whose lock in Python 3.11 stops a forked process; `kept_property` has none."""
+    for node in ast.walk(tree):
+        match node:
+            case ast.ImportFrom(module="functools", names=names) if any(
+                each.name == "cached_property" for each in names
+            ):
+                yield node.lineno
+            case ast.Attribute(value=ast.Name(id="functools"), attr="cached_property"):
+                yield node.lineno
+
+
 CHECKS: tuple[Check, ...] = (
     messages_as_tuples,
     contexts_without_finally,
@@ -101,6 +113,11 @@ CHECKS: tuple[Check, ...] = (
 def test_no_slips(path: Path) -> None:
     tree = parse(path)
     assert [f"{relative(path)}:{line}: {check.__name__}" for check in CHECKS for line in check(tree)] == []
+
+
+@pytest.mark.parametrize("path", python_files(PACKAGE), ids=relative)
+def test_no_property_has_a_lock(path: Path) -> None:
+    assert list(properties_with_a_lock(parse(path))) == []
 
 
 CONTEXT = "@contextmanager\ndef scope():\n"
@@ -123,6 +140,8 @@ CONTEXT = "@contextmanager\ndef scope():\n"
         (mutable_defaults, "def run(*, options=dict()): ..."),
         (mutable_defaults, "run = lambda steps={}: steps"),
         (bare_excepts, "try:\n    run()\nexcept:\n    pass"),
+        (properties_with_a_lock, "from functools import cache, cached_property"),
+        (properties_with_a_lock, "class Rule:\n    @functools.cached_property\n    def scale(self): ..."),
     ],
 )
 def test_each_check_fires(check: Check, source: str) -> None:
@@ -139,6 +158,7 @@ def test_each_check_fires(check: Check, source: str) -> None:
         (crowded_raises, "with pytest.raises(ValueError):\n    build()"),
         (mutable_defaults, "def run(steps=(), options=None, *, scale=float('inf')): ..."),
         (bare_excepts, "try:\n    run()\nexcept OSError:\n    pass"),
+        (properties_with_a_lock, "from functools import cache"),
     ],
 )
 def test_no_check_fires_on_good_code(check: Check, source: str) -> None:

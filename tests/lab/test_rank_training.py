@@ -7,12 +7,15 @@ import sys
 import threading
 import time
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 import torch
 
 from amplab.amp.run_state.file_format import read_run_state
 from amplab.lab import Experiment, ExperimentConfig, load_run, rank_exchange
+from amplab.lab.checkpoints import Checkpoint
+from amplab.lab.rank_exchange import RankExchange
 from amplab.lab.rank_training import train_on_ranks
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "parallel"))
@@ -206,6 +209,29 @@ def test_an_interrupt_of_one_rank_stops_both_after_the_same_step(tmp_path):
     assert run.differences == ()
     assert len(run.history) > 0
     assert read_run_state(tmp_path / "run" / "rank-0.checkpoint")["position"] == len(run.history)
+
+
+def of_one_launch(rank: int, folder: Path, restarts: int) -> int:
+    """Train 3 steps; in a restart go on, and rank 1 gets SIGTERM when it begins to restore; return the exit status."""
+    os.environ |= {"TORCHELASTIC_RUN_ID": "one", "TORCHELASTIC_RESTART_COUNT": f"{restarts}"}
+    restore = Checkpoint.restore
+
+    def ended(saved: Checkpoint, exchange: RankExchange | None) -> tuple[Experiment, Path]:
+        os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(0.5)  # until the main thread has handled it
+        return restore(saved, exchange)
+
+    steps = 100_000 if restarts else 3
+    with patch.object(Checkpoint, "restore", ended if rank == 1 else restore):
+        return train_on_ranks(ExperimentConfig(hidden=16), steps=steps, log_path=folder / "run.jsonl").exit_status
+
+
+def test_a_signal_to_a_rank_that_restores_its_checkpoint_stops_both_after_the_first_step(tmp_path):
+    """Before, that rank ended without a word, and the other one waited for it."""
+    assert run_ranks(of_one_launch, tmp_path, 0) == [0, 0]
+    assert run_ranks(of_one_launch, tmp_path, 1) == [130, 130]
+    run = load_run(tmp_path / "run")
+    assert [(rank.end.state, rank.end.steps) for rank in run.ranks] == [("closed", 4)] * 2
 
 
 def printed() -> str:

@@ -13,6 +13,7 @@ import shutil
 import warnings
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -22,6 +23,7 @@ from torch import Tensor
 from torch.nn import Module
 from torch.optim import Optimizer
 
+from amplab.amp.deferred_interrupts import DeferredInterrupts
 from amplab.amp.run_state.file_format import MissingRunState, RunStateError, read_run_state, write_run_state
 from amplab.amp.run_state.paths import short_name
 from amplab.scalers import is_sharded
@@ -47,8 +49,9 @@ def write_run_folder(path: Path, state: dict[str, Any]) -> None:
     """Write a state with DTensors. Every rank calls it, each with its own state.
 
     Raises:
-        RunStateError: a value that a file cannot hold, on any rank.
+        RunStateError: a value that a file cannot hold, or shards that cannot be written, on any rank.
         OSError: the folder cannot be written, or ``path`` is a file. A folder at ``path`` is unchanged.
+        KeyboardInterrupt: on every rank if the shards of one were interrupted.
 
     Sync: many.
     """
@@ -59,7 +62,8 @@ def write_run_folder(path: Path, state: dict[str, Any]) -> None:
     on_every_rank(lambda: _make_folder(path, partial) if first else None)
     shards = {_key(place): tensor for place, tensor in tensors_of(state) if is_sharded(tensor)}
     on_every_rank(lambda: write_run_state(partial / _name(dist.get_rank()), _without_shards(state)))
-    dcp.state_dict_saver.save(shards, checkpoint_id=partial)
+    with _errors_of_ranks(f"The shards cannot be written, and {path} is unchanged.", "Save again when that is mended."):
+        dcp.state_dict_saver.save(shards, checkpoint_id=partial)
     on_every_rank(lambda: _put_in_place(path, partial) if first else None)
 
 
@@ -98,7 +102,6 @@ def read_shards(
     Sync: many.
     """
     import torch.distributed.checkpoint as dcp  # takes a second, which only sharded runs need
-    from torch.distributed.checkpoint.api import CheckpointException
 
     from amplab.amp.run_state.shard_reader import ShardReader
 
@@ -113,15 +116,11 @@ def read_shards(
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
             reader = on_every_rank(lambda: ShardReader(_present(path)))
-            try:
+            with _errors_of_ranks(
+                f"The shards in {path} cannot be read, and nothing was loaded.",
+                "Copy the folder again from an intact source, or load an earlier one.",
+            ):
                 dcp.state_dict_loader.load(targets, storage_reader=reader)
-            except CheckpointException as error:  # on every rank
-                rank, (raised, _) = next(iter(error.failures.items()))
-                raise RunStateError(
-                    f"The shards in {path} cannot be read, and nothing was loaded. Rank {rank}: "
-                    f"{type(raised).__name__}: {raised}. Copy the folder again from an intact source, or load an "
-                    "earlier one."
-                ) from None
     filled: dict[str, Any] = _replaced(state, (), lambda place, tensor: targets.get(_key(place), tensor))
     return filled
 
@@ -148,6 +147,21 @@ def on_every_rank(action: Callable[[], Value]) -> Value:
     return value
 
 
+@contextmanager
+def _errors_of_ranks(problem: str, remedy: str) -> Iterator[None]:
+    """Raise a RunStateError for what torch.distributed.checkpoint collects from all ranks, and an interrupt as such."""
+    from torch.distributed.checkpoint.api import CheckpointException
+
+    try:
+        yield
+    except CheckpointException as error:  # on every rank
+        for rank, (raised, _) in error.failures.items():
+            if isinstance(raised, KeyboardInterrupt):
+                raise KeyboardInterrupt(f"on rank {rank}") from None
+        rank, (raised, _) = next(iter(error.failures.items()))
+        raise RunStateError(f"{problem} Rank {rank}: {type(raised).__name__}: {raised}. {remedy}") from None
+
+
 def _name(rank: int) -> str:
     return f"rank_{rank}.pt"
 
@@ -163,16 +177,24 @@ def _present(path: Path) -> Path:
 def _make_folder(path: Path, partial: Path) -> None:
     if path.exists() and not path.is_dir():
         raise OSError(f"{path} is a file, and a sharded run is saved as a folder; give the path of a folder.")
-    shutil.rmtree(partial, ignore_errors=True)
+    _remove(partial)
     partial.mkdir()
 
 
 def _put_in_place(path: Path, partial: Path) -> None:
     if path.exists():  # else the previous folder is the only one
-        shutil.rmtree(_previous(path), ignore_errors=True)
+        _remove(_previous(path))
         path.rename(_previous(path))
     os.replace(partial, path)
-    shutil.rmtree(_previous(path), ignore_errors=True)
+    _remove(_previous(path))
+
+
+def _remove(folder: Path) -> None:
+    interrupts = DeferredInterrupts()  # after one, shutil of Python 3.11 closes a file twice, and raises an OSError
+    try:
+        shutil.rmtree(folder, ignore_errors=True)
+    finally:
+        interrupts.end()
 
 
 def _without_shards(state: dict[str, Any]) -> dict[str, Any]:

@@ -11,12 +11,13 @@ import shutil
 import sys
 import sysconfig
 from dataclasses import dataclass, replace
-from functools import cached_property
 from importlib.util import find_spec
 from pathlib import Path
 
 import torch
 from torch.torch_version import TorchVersion
+
+from amplab.formats.kept_property import kept_property
 
 __all__ = [
     "INCLUDES",
@@ -70,7 +71,7 @@ class Recipe:
         sources = (*self.cpp, *self.cuda)
         return f"{devices} kernels from {sources[0].name if len(sources) == 1 else f'{len(sources)} sources'}"
 
-    @cached_property
+    @kept_property
     def key(self) -> str:
         """The name of the cached build: sha256 of everything that can change its machine code."""
         digest = hashlib.sha256()

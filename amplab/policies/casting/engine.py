@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import functools
 import itertools
-import weakref
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -19,7 +18,7 @@ from torch._C import _get_function_stack_at, _len_torch_function_stack, _push_on
 from torch.compiler import is_dynamo_compiling
 
 from amplab.policies.casting.half_on_cpu import HalfMode
-from amplab.policies.casting.plan import KeptPlan, Plan, build_plan, on_device, torch_nesting
+from amplab.policies.casting.plan import ByName, KeptPlan, Plan, build_plan, on_device, torch_nesting
 from amplab.policies.casting.steps import CastCache, NoCastCache
 from amplab.policies.casting.thread_scopes import (
     THREAD,
@@ -227,7 +226,7 @@ def _uncast_engine(device_type: str) -> CastingEngine:
 
 
 _NUMBERS = itertools.count()
-_BY_NAME: weakref.WeakValueDictionary[str, CastingEngine] = weakref.WeakValueDictionary()
+_BY_NAME: ByName[CastingEngine] = ByName()
 
 
 def _plan_attribute(engine: str, half_mode: HalfMode, casts: bool, explained: bool) -> str:

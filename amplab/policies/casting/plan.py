@@ -22,7 +22,7 @@ import types
 import weakref
 from collections.abc import Callable
 from sys import _getframe
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 import torch
 from torch.amp import autocast_mode
@@ -51,6 +51,7 @@ if TYPE_CHECKING:
     from amplab.policies.casting.thread_scopes import CastingMode
 
 __all__ = [
+    "ByName",
     "COMPOSITES",
     "KeptPlan",
     "NO_PLAN",
@@ -64,6 +65,26 @@ __all__ = [
 ]
 
 Plan = dict[Callable[..., Any], Step]
+T = TypeVar("T")
+
+
+class ByName(Generic[T]):
+    """Objects by name, each for as long as something else refers to it.
+
+    As weakref.WeakValueDictionary, whose callback is written in Python: Python discards an interrupt that comes in one.
+    """
+
+    def __init__(self) -> None:
+        self._references: dict[str, weakref.ref[T]] = {}
+
+    def __setitem__(self, name: str, value: T) -> None:
+        self._references[name] = weakref.ref(value, functools.partial(self._references.pop, name))
+
+    def __getitem__(self, name: str) -> T:
+        value = self._references[name]()
+        if value is None:
+            raise KeyError(name)
+        return value
 
 
 class KeptPlan:
@@ -128,7 +149,7 @@ def _report(mode: CastingMode, func: Callable[..., Any], args: tuple[Any, ...], 
 
 _REPORTS: Plan = dict.fromkeys((autocast_mode._enter_autocast, autocast_mode._exit_autocast), _report)
 _NUMBERS = itertools.count()
-_BY_NAME: weakref.WeakValueDictionary[str, KeptPlan] = weakref.WeakValueDictionary()
+_BY_NAME: ByName[KeptPlan] = ByName()
 NO_PLAN = KeptPlan({})
 """The plan of a mode that casts nothing."""
 

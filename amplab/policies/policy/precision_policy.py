@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from amplab.formats import FloatFormat
-from amplab.policies.kept_property import kept_property
+from amplab.formats.kept_property import kept_property
 from amplab.policies.policy.module_rules import ModuleRule, checked_module_rules
 from amplab.policies.policy.op_overrides import OpOverride, op_overrides, rules_by_function, rules_of_policy
 from amplab.policies.policy.policy_rows import PolicyRows, policy_rows

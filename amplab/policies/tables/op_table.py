@@ -19,7 +19,7 @@ import torch
 from torch._ops import OpOverload, OpOverloadPacket
 from torch.overrides import _get_overridable_functions
 
-from amplab.policies.kept_property import kept_property
+from amplab.formats.kept_property import kept_property
 
 __all__ = ["CastPolicy", "OpRule", "OpTable", "absent", "resolve", "spelling_of", "unmarked"]
 

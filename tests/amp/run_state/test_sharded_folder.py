@@ -1,6 +1,7 @@
 """A sharded run saved by two ranks: it continues bitwise on two ranks, and loads bitwise on one and on three."""
 
 import os
+from contextlib import nullcontext
 from unittest import mock
 
 import pytest
@@ -83,6 +84,7 @@ def saves_and_continues(rank, folder):
     found["apex"] = apex(folder / "apex", rank)
     found["refused"] = refused(folder)
     found["kept"] = position_after_two_failed_renames(rank, folder)
+    found["stopped"] = [after_an_error_of_one_rank(rank, folder, error) for error in (KeyboardInterrupt, OSError)]
     return found
 
 
@@ -153,6 +155,24 @@ def position_after_two_failed_renames(rank, folder):
     return amp.load_run_state(path, model=model).position
 
 
+def after_an_error_of_one_rank(rank, folder, error):
+    """Save and load with an error in torch's part on rank 1; return what is raised, and the position that stays."""
+    model, _, _ = new_run("SGD")
+    path = folder / "stopped"
+    amp.save_run_state(path, model=model, position=1)
+    raised = []
+    calls = {
+        "filesystem._FileSystemWriter.prepare_local_plan": lambda: amp.save_run_state(path, model=model, position=2),
+        "filesystem.FileSystemReader.prepare_local_plan": lambda: amp.load_run_state(path, model=model),
+    }
+    for stopped, call in calls.items():
+        stop = mock.patch(f"torch.distributed.checkpoint.{stopped}", side_effect=error("stop"))
+        with stop if rank == 1 else nullcontext(), pytest.raises((KeyboardInterrupt, amp.RunStateError)) as info:
+            call()
+        raised.append(info.type)
+    return raised, amp.load_run_state(path, model=model).position
+
+
 def loads(rank, folder):
     return {name: loaded(folder, name, rank if rank < 2 else 0) for name in CASES}
 
@@ -196,6 +216,11 @@ def test_what_does_not_fit_is_refused_on_every_rank(saved):
 
 def test_a_save_keeps_the_folder_of_an_interrupted_rename_until_its_own_is_in_place(saved):
     assert [each["kept"] for each in saved] == [1, 1]
+
+
+def test_an_interrupt_or_an_error_within_torch_is_raised_as_such_and_the_saved_run_stays(saved):
+    for each in saved:
+        assert each["stopped"] == [([KeyboardInterrupt] * 2, 1), ([amp.RunStateError] * 2, 1)]
 
 
 @pytest.mark.usefixtures("saved")
