@@ -56,9 +56,13 @@ class DeferredInterrupts:
         self._raise()
 
     def end(self) -> None:
-        """Set the handler from before, and call it if an interrupt has waited. Set `waits` first."""
+        """Set the handler from before, and call it if an interrupt has waited. Set `waits` first.
+
+        A handler that the call has set stays.
+        """
         if self._is_on:
-            signal.signal(signal.SIGINT, self._handler)
+            if signal.getsignal(signal.SIGINT) is self:
+                signal.signal(signal.SIGINT, self._handler)
             self._raise()
 
     def _raise(self) -> None:

@@ -93,3 +93,11 @@ def test_another_thread_changes_nothing(handled):
     thread.join()
     assert seen == [before]
     assert handled == []
+
+
+def test_a_handler_that_the_call_has_set_stays(handled):
+    interrupts = DeferredInterrupts()
+    own = lambda *_: None  # noqa: E731
+    signal.signal(signal.SIGINT, own)
+    interrupts.end()
+    assert signal.getsignal(signal.SIGINT) is own
