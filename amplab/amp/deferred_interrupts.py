@@ -61,7 +61,8 @@ class DeferredInterrupts:
         A handler that the call has set stays.
         """
         if self._is_on:
-            if signal.getsignal(signal.SIGINT) is self:
+            set_now: object = signal.getsignal(signal.SIGINT)
+            if set_now is self:
                 signal.signal(signal.SIGINT, self._handler)
             self._raise()
 

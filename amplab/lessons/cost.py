@@ -37,7 +37,7 @@ def milliseconds(function: Callable[[], object], seconds: float = 0.05) -> float
     torch.set_num_threads(1)
     try:
         function()  # the first call is slower
-        times = []
+        times: list[float] = []
         end = perf_counter() + seconds
         while not times or perf_counter() < end:
             start = perf_counter()
