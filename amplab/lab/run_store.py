@@ -22,9 +22,10 @@ from amplab.lab.config import ExperimentConfig
 from amplab.lab.events import GradientSample, MixedScales, StepRecord, StepRow
 from amplab.lab.findings import LOOK_BACK, finding_to_log
 from amplab.lab.history import History, row_of
-from amplab.lab.run_log import MOST_WAITING, DiskFull, RunLog, create_free, free_path, load_run, new_path
+from amplab.lab.run_log import MOST_WAITING, RunLog, create_free, free_path, load_run, new_path
 from amplab.lab.run_log.paths import is_log_file, log_target
 from amplab.lab.run_log.ranks import rank_log
+from amplab.lab.run_log.writer import DiskFull
 from amplab.lab.skip_explanation import ExplanationBudget, SkipExplanation
 from amplab.lab.watched_run import WatchedRun
 from amplab.parallel.rank_state import RankState

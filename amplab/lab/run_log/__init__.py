@@ -25,13 +25,12 @@ from amplab.lab.run_log.header import FORMAT, launch_of
 from amplab.lab.run_log.paths import check_writable, create_free, free_path, new_path, runs_directory
 from amplab.lab.run_log.reader import load_run
 from amplab.lab.run_log.run import Run
-from amplab.lab.run_log.writer import FLUSH_SECONDS, MOST_WAITING, DiskFull, RunLog
+from amplab.lab.run_log.writer import FLUSH_SECONDS, MOST_WAITING, RunLog
 
 __all__ = [
     "FLUSH_SECONDS",
     "FORMAT",
     "MOST_WAITING",
-    "DiskFull",
     "Run",
     "RunLog",
     "check_writable",
