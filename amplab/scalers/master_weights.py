@@ -144,7 +144,6 @@ class MasterWeights:
         for pair in self._pairs_of(params):
             self._watched[id(pair.model)] = pair.model.detach().clone()
 
-    @torch.no_grad()
     def follow_edits(self, params: Iterable[Tensor] | None = None) -> None:
         """Copy the elements that were edited in the model since `watch_model` to the masters.
 
@@ -185,7 +184,7 @@ def _take_edits(pair: MasterPair, watched: Tensor) -> None:
     model = pair.model.detach()
     master = pair.master.detach().to(model.device)  # model.cuda() moves the model alone
     edited = (model != watched.to(model.device)) & (model != master.to(model.dtype))
-    pair.master.copy_(torch.where(edited, model.to(master.dtype), master))
+    pair.master.detach().copy_(torch.where(edited, model.to(master.dtype), master))
     watched.copy_(model)
 
 

@@ -199,8 +199,9 @@ def session_to_initialize() -> Session:
 
 def reset_default_session() -> None:
     """Reset the session of the calling thread, and clear the registered functions."""
-    session, _OWN.session = default_session(), None
+    session = default_session()
     session.reset()
+    _OWN.session = None  # last, so that the next call finishes an interrupted one
     with _LOCK:
         if session is _PROGRAM:
             _Owner.thread = None

@@ -107,6 +107,7 @@ class HookedOptimizer:
         self._params: list[Tensor] = []
         self._own: list[Tensor] = []
         self._scaled_by: float | None = None
+        self._unscaled: list[SetAside] = []  # what `release` makes of gradients that are still scaled
         self._kept_by_fsdp = False  # whether fully_shard keeps gradients scaled by _scaled_by, for a later backward
         self._overflow: _Overflow | None = None
         self._step: _Step | None = None
@@ -139,7 +140,7 @@ class HookedOptimizer:
     def release(self) -> None:
         """Remove the hooks and return the model's parameters to the optimizer, with the masters' float32 values.
 
-        The caller casts the state of parameters that it casts back.
+        The caller casts the state of parameters that it casts back. A second call finishes what an interrupt has left.
         """
         self._end_step()
         self._follow_edits()
@@ -148,8 +149,9 @@ class HookedOptimizer:
         if self._reducer is not None:
             self._reducer.release()
         if self._scaled_by is not None:
-            for param, grad in gradients_of(self._own):
-                param.grad = grad / self._scaled_by
+            self._unscaled = [SetAside(param, grad / self._scaled_by) for param, grad in gradients_of(self._own)]
+            self._scaled_by = None
+        put_back(self._unscaled)
         by_master = {id(pair.master): pair.model for pair in self.masters.pairs}
         for pair in self.masters.pairs:
             pair.model.grad = None

@@ -11,11 +11,12 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from amplab.amp.apex.before_initialize import BeforeInitialize
 from amplab.amp.apex.forward_hooks import ForwardHooks
 from amplab.amp.apex.hooked_optimizer import HookedOptimizer
 from amplab.amp.apex.initialize_arguments import warn_of_vanishing_eps
 from amplab.amp.apex.level_policy import ruled_dtypes
-from amplab.amp.apex.model_weights import Uncast, cast_model, set_values
+from amplab.amp.apex.model_weights import cast_model, set_values
 from amplab.amp.apex.opt_levels import OptProperties
 from amplab.amp.apex.saved_masters import SavedMasters
 from amplab.amp.backward.optimizer_params import cast_state, params_of
@@ -37,6 +38,7 @@ class Hooks:
     def __init__(self) -> None:
         self._models: weakref.WeakKeyDictionary[nn.Module, HookedModel] = weakref.WeakKeyDictionary()
         self._optimizers: weakref.WeakKeyDictionary[Optimizer, HookedOptimizer] = weakref.WeakKeyDictionary()
+        self._begun: BeforeInitialize | None = None  # while `hook` runs
 
     def hook(
         self,
@@ -51,27 +53,12 @@ class Hooks:
         unscaler: Callable[[], Unscaler] = Unscaler,
         ddp: CombinedDDP | None = None,
     ) -> None:
-        """Cast the models, make the masters and add the hooks that ``properties`` and ``policies`` need."""
+        """Cast the models, make the masters and add the hooks that ``properties`` and ``policies`` need.
+
+        If it fails, also by an interrupt, the models and optimizers are as before.
+        """
         cast_type = properties.cast_model_type
         dtype = cast_type if isinstance(cast_type, torch.dtype) else None
-        uncast: dict[Tensor, Uncast] = {}
-        for model, policy in zip(models, policies, strict=True):
-            if dtype is None:
-                break
-            own_dtypes = ruled_dtypes(model, policy) if dtype in LOW_PRECISION_DTYPES else {}
-            keep = bool(properties.keep_batchnorm_fp32)
-            uncast |= cast_model(model, dtype, keep_batchnorm_fp32=keep, own_dtypes=own_dtypes)
-        for optimizer in optimizers:
-            self._optimizers[optimizer] = HookedOptimizer(
-                optimizer,
-                uncast,
-                master_weights=bool(properties.master_weights),
-                casts_in_step=not properties.patch_torch_functions,
-                announce=announce,
-                unscaler=unscaler,
-                reducer=None if ddp is None else ddp.reducer(),
-            )
-            warn_of_vanishing_eps(optimizer)
         has_rules = any(policy.op_rules or policy.module_rules for policy in policies)
         forward = ForwardHooks(
             input_dtype=dtype,
@@ -79,17 +66,56 @@ class Hooks:
             engine=engine,
             on_cpu_only=not properties.patch_torch_functions and not has_rules,
         )
-        for index, (model, policy) in enumerate(zip(models, policies, strict=True)):
-            self._models[model] = HookedModel(
-                model,
-                forward,
-                policy,
-                weights_dtype=dtype,
-                masters=[self._optimizers[optimizer].masters for optimizer in optimizers],
-                casts_around_functions=bool(properties.patch_torch_functions),
-                prefix=f"models[{index}]." if len(models) > 1 else "",
-                ddp=ddp,
-            )
+        self._undo_begun()
+        try:
+            self._begun = begun = BeforeInitialize(models, optimizers)
+            if dtype is not None:
+                _cast_models(models, policies, dtype, keep_batchnorm_fp32=bool(properties.keep_batchnorm_fp32))
+            uncast = begun.changed()
+            for optimizer in optimizers:
+                self._optimizers[optimizer] = HookedOptimizer(
+                    optimizer,
+                    uncast,
+                    master_weights=bool(properties.master_weights),
+                    casts_in_step=not properties.patch_torch_functions,
+                    announce=announce,
+                    unscaler=unscaler,
+                    reducer=None if ddp is None else ddp.reducer(),
+                )
+                warn_of_vanishing_eps(optimizer)
+            for index, (model, policy) in enumerate(zip(models, policies, strict=True)):
+                self._models[model] = HookedModel(
+                    model,
+                    forward,
+                    policy,
+                    weights_dtype=dtype,
+                    masters=[self._optimizers[optimizer].masters for optimizer in optimizers],
+                    casts_around_functions=bool(properties.patch_torch_functions),
+                    prefix=f"models[{index}]." if len(models) > 1 else "",
+                    ddp=ddp,
+                )
+            self._begun = None
+        except BaseException:
+            self._undo_begun()
+            raise
+
+    def _undo_begun(self) -> None:
+        """Undo a call of `hook` that has not ended, and of which another interrupt has stopped the undoing."""
+        try:
+            self._restore_begun()
+        except BaseException:  # another interrupt; finish anyway
+            self._restore_begun()
+            raise
+
+    def _restore_begun(self) -> None:
+        if self._begun is None:
+            return
+        self._begun.restore()
+        for optimizer in self._begun.optimizers:
+            self._optimizers.pop(optimizer, None)
+        for model in self._begun.models:
+            self._models.pop(model, None)
+        self._begun = None
 
     def knows(self, optimizer: Optimizer) -> bool:
         """Return whether ``optimizer`` was passed to `initialize`."""
@@ -145,10 +171,12 @@ class Hooks:
 
     def release_all(self) -> None:
         """Remove all hooks; weights and optimizer state become float32."""
+        self._undo_begun()
         self._release(list(self._models), list(self._optimizers))
 
     def release_connected(self, models: Sequence[Any], optimizers: Sequence[Any]) -> None:
         """Release ``models`` and ``optimizers``, and all others that share parameters with them."""
+        self._undo_begun()
         held: list[nn.Module | Optimizer] = [*self._models, *self._optimizers]
         named = [each for each in (*models, *optimizers) if isinstance(each, (nn.Module, Optimizer))]
         released: list[Any] = [each for each in named if each in held]
@@ -162,15 +190,20 @@ class Hooks:
         )
 
     def _release(self, models: Sequence[nn.Module], optimizers: Sequence[Optimizer]) -> None:
+        """Release them and forget them last, so that the next call finishes what an interrupt has left."""
         for optimizer in optimizers:
-            self._optimizers.pop(optimizer).release()
+            self._optimizers[optimizer].release()
         restored: set[Tensor] = set()
         for model in models:
-            restored |= self._models.pop(model).release(model)
+            restored |= self._models[model].release(model)
         for optimizer in optimizers:
             for param in params_of(optimizer):
                 if param in restored:
                     cast_state(optimizer, param)
+        for optimizer in optimizers:
+            del self._optimizers[optimizer]
+        for model in models:
+            del self._models[model]
 
     def _params_of(self, owners: Sequence[nn.Module | Optimizer]) -> set[Tensor]:
         params: set[Tensor] = set()
@@ -216,6 +249,7 @@ class HookedModel:
         self._half = weights_dtype in LOW_PRECISION_DTYPES
         self._masters = tuple(masters)
         self._prefix = prefix
+        self._cast_back: set[Tensor] = set()
         self.was_sharded = is_fully_sharded(model)
         self._forward = forward
         self.wrapper = SeenWrapper()
@@ -237,8 +271,10 @@ class HookedModel:
     def release(self, model: nn.Module) -> set[Tensor]:
         """Remove the hooks; half weights become float32, with the values of their masters if they have any.
 
+        A second call finishes what an interrupt has left.
+
         Returns:
-            The parameters that were cast back.
+            The parameters that were cast back, also those of earlier calls.
         """
         self._forward.leave()
         for handle in self._handles:
@@ -246,10 +282,24 @@ class HookedModel:
         if not self._half:
             return set()
         restored = {pair.model: pair.master for masters in self._masters for pair in masters.pairs}
+        self._cast_back.update(param for param in model.parameters() if param.dtype != torch.float32)
         for param in model.parameters():
             if param.dtype in LOW_PRECISION_DTYPES and param in restored:  # its optimizer no longer exists
                 set_values(param, restored[param].data)
-        return set(cast_model(model, torch.float32))
+        cast_model(model, torch.float32)
+        return self._cast_back
+
+
+def _cast_models(
+    models: Sequence[nn.Module],
+    policies: Sequence[PrecisionPolicy],
+    dtype: torch.dtype,
+    *,
+    keep_batchnorm_fp32: bool,
+) -> None:
+    for model, policy in zip(models, policies, strict=True):
+        own_dtypes = ruled_dtypes(model, policy) if dtype in LOW_PRECISION_DTYPES else {}
+        cast_model(model, dtype, keep_batchnorm_fp32=keep_batchnorm_fp32, own_dtypes=own_dtypes)
 
 
 def memory_use(models: Iterable[nn.Module], optimizers: Iterable[tuple[Optimizer, HookedOptimizer]]) -> MemoryUse:

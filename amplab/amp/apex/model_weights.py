@@ -31,8 +31,10 @@ def cast_model(
     *,
     keep_batchnorm_fp32: bool = False,
     own_dtypes: Mapping[nn.Module, torch.dtype] = _NONE,
-) -> dict[Tensor, Uncast]:
+) -> None:
     """Cast every floating parameter, its gradient and every floating buffer of ``model`` to ``dtype``.
+
+    A second call finishes what an interrupt has left.
 
     Args:
         model: changed in place.
@@ -41,12 +43,8 @@ def cast_model(
             are half already become float32. As in apex, those without weights are cast.
         own_dtypes: modules whose own weights and buffers get another dtype.
 
-    Returns:
-        The state before the cast of each parameter that was cast.
-
     Sync: none.
     """
-    before: dict[Tensor, Uncast] = {}
     for module in model.modules():
         wanted = own_dtypes.get(module, dtype)
         if keep_batchnorm_fp32 and isinstance(module, nn.modules.batchnorm._BatchNorm) and module.affine:
@@ -54,15 +52,13 @@ def cast_model(
                 continue
             wanted = torch.float32
         for param in module.parameters(recurse=False):
-            if _to_cast(param, wanted):
-                before[param] = Uncast(param.data, param.grad)
+            if _to_cast(param, wanted) or (param.grad is not None and _to_cast(param.grad, wanted)):
                 set_values(param, param.data.to(wanted))
         for name, buffer in list(module.named_buffers(recurse=False)):
             if _to_cast(buffer, wanted):
                 setattr(module, name, buffer.to(wanted))
         if isinstance(module, nn.RNNBase):
             module.flatten_parameters()
-    return before
 
 
 def refuse_torn_params(model: nn.Module, own_dtypes: Mapping[nn.Module, torch.dtype]) -> None:
@@ -84,9 +80,9 @@ def refuse_torn_params(model: nn.Module, own_dtypes: Mapping[nn.Module, torch.dt
 
 def set_values(param: Tensor, values: Tensor) -> None:
     """Set the values of ``param``, of any dtype and without a copy; cast its gradient to the same dtype."""
-    grad, param.grad = param.grad, None
-    param.data = values
-    if grad is not None:
+    param.data = values  # first: an interrupt then loses no gradient
+    grad = param.grad
+    if grad is not None and grad.dtype != values.dtype:
         param.grad = grad.to(values.dtype)
 
 

@@ -106,10 +106,14 @@ class RegisteredFunctions:
         return tuple(self._registered)
 
 
-def replace_attributes(registrations: Iterable[Registration]) -> list[Callable[[], None]]:
-    """Replace the user's own functions among ``registrations`` by casting ones; return functions that undo it."""
-    own = [each for each in registrations if not each.spellings]
-    return [_REPLACEMENTS.hold(each.owner, each.name, each.cast) for each in own]
+def replace_attributes(holder: object, registrations: Iterable[Registration]) -> None:
+    """Replace the user's own functions among ``registrations`` by casting ones, in place of those of an earlier call.
+
+    Args:
+        holder: whose functions they are; without registrations it has none any more.
+        registrations: all that it wants.
+    """
+    _REPLACEMENTS.hold(holder, [each for each in registrations if not each.spellings])
 
 
 def warn_of_idle(registrations: Iterable[Registration], opt_level: str) -> None:
@@ -265,55 +269,65 @@ def casting_function(fn: Callable[..., Any], cast: CastPolicy) -> Callable[..., 
 class Replacements:
     """Attributes of the user's modules that are replaced by a casting function.
 
-    apex's ``register_half_function(module, name)`` promises this replacement. Holders are counted: the original is
-    restored when the last holder lets go.
+    apex's ``register_half_function(module, name)`` promises this replacement. The original is restored when the last
+    holder lets go.
     """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._held: dict[tuple[int, str], _Replacement] = {}
 
-    def hold(self, owner: Any, name: str, cast: CastPolicy) -> Callable[[], None]:
-        """Let ``owner.name`` cast its arguments.
+    def hold(self, holder: object, registrations: Iterable[Registration]) -> None:
+        """Let these functions cast their arguments for ``holder``, and no others.
 
-        Returns:
-            A function that ends it; call it once.
+        A second call finishes what an interrupt has left.
         """
-        key = (id(owner), name)
+        wanted = {(id(each.owner), each.name): each for each in registrations}
         with self._lock:
-            if key not in self._held:
-                self._held[key] = _Replacement(owner, name, cast)
-            replacement = self._held[key]
-            replacement.holders += 1
+            for key, each in wanted.items():
+                if key not in self._held:
+                    self._held[key] = _Replacement(each)
+                self._held[key].holders.add(holder)
+                self._held[key].replace()
+            for key in [key for key in self._held if key not in wanted]:
+                self._let_go(key, holder)
 
-        def let_go() -> None:
-            with self._lock:
-                replacement.holders -= 1
-                if replacement.holders == 0:
-                    del self._held[key]
-                    replacement.restore()
-
-        return let_go
+    def _let_go(self, key: tuple[int, str], holder: object) -> None:
+        self._held[key].holders.discard(holder)
+        if not self._held[key].holders:
+            self._held[key].restore()
+            del self._held[key]
 
 
 class _Replacement:
-    """One attribute, its original and its replacement."""
+    """One attribute, its original, and the casting function in its place from `replace` to `restore`.
 
-    def __init__(self, owner: Any, name: str, cast: CastPolicy) -> None:
-        self.owner, self.name, self.holders = owner, name, 0
-        self._own = name in vars(owner)
-        self._original = vars(owner).get(name)
-        casting = casting_function(getattr(owner, name), cast)
+    Attributes:
+        holders: who needs it.
+    """
+
+    def __init__(self, registration: Registration) -> None:
+        self._owner, self._name = registration.owner, registration.name
+        self.holders: set[object] = set()
+        self._own = self._name in vars(self._owner)
+        self._original = self._present()
+        casting = casting_function(getattr(self._owner, self._name), registration.cast)
         self._replaced = staticmethod(casting) if isinstance(self._original, staticmethod) else casting
-        setattr(owner, name, self._replaced)
+
+    def _present(self) -> Any:
+        return vars(self._owner).get(self._name)
+
+    def replace(self) -> None:
+        if self._present() is self._original:
+            setattr(self._owner, self._name, self._replaced)
 
     def restore(self) -> None:
-        if vars(self.owner).get(self.name) is not self._replaced:
+        if self._present() is not self._replaced:
             return  # replaced by someone else since
         if self._own:
-            setattr(self.owner, self.name, self._original)
+            setattr(self._owner, self._name, self._original)
         else:
-            delattr(self.owner, self.name)
+            delattr(self._owner, self._name)
 
 
 _REPLACEMENTS = Replacements()

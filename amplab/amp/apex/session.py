@@ -103,7 +103,7 @@ class Session:
         self._properties: OptProperties | None = None
         self._scaling: LossScaling | None = None
         self._registrations: tuple[Registration, ...] = ()
-        self._undo_replacements: list[Callable[[], None]] = []
+        self._holder = object()  # of replaced attributes
 
     # -- settings in force ---------------------------------------------------------------------------
 
@@ -367,7 +367,7 @@ class Session:
 
     def _change_settings(
         self,
-        properties: OptProperties | None,
+        properties: OptProperties,
         scaling: LossScaling | None,
         *registrations: Registration,
         verbosity: int = 1,
@@ -376,9 +376,7 @@ class Session:
         self._properties, self._scaling, self.verbosity = properties, scaling, verbosity
         self._adopts_optimizers = False
         self._registrations = registrations if self.properties.patch_torch_functions else ()
-        undo_old, self._undo_replacements = self._undo_replacements, replace_attributes(self._registrations)
-        for undo in undo_old:
-            undo()
+        replace_attributes(self._holder, self._registrations)
         policy = engine_policy(self.properties, policy, self._registrations)
         kind = VerboseEngine if verbosity == 2 else CastingEngine
         if self._engine is not None and (self._engine.policy != policy or type(self._engine) is not kind):
@@ -410,11 +408,15 @@ class Session:
         Values come from the masters if there are any. Optimizer state is kept, in float32. An engine that `install`
         has installed in another thread stays there. Registered functions are cleared, and replaced attributes of the
         user's modules are restored. Permissions are withdrawn. Afterwards `initialize` works at any level.
+        Copies of the models do not change: at O1 they go on casting, at O2 and O3 their weights stay half.
+
+        A call that is interrupted is finished by the next one, which also undoes an interrupted `initialize`.
         """
         self._hooks.release_all()
-        self._change_settings(None, None)
+        self._change_settings(OptProperties(), None)
         self.registered.forget()
         self.permissions.forget()
+        self._properties = None  # last: a session that is interrupted before is reset again
 
     # -- in every step -----------------------------------------------------------------------------
 

@@ -9,14 +9,17 @@ add_scaled(aside, factor)             .grad <- old * factor + new, still scaled
 """
 
 import contextlib
+import sys
+import threading
 from collections.abc import Iterable, Sequence
-from types import TracebackType
+from types import FrameType, TracebackType
 from typing import Any, Generic, NamedTuple, Protocol, Self, TypeVar
 
 import torch
 from torch import Tensor
 
 from amplab.kernels import unscale_add
+from amplab.policies.casting.thread_scopes import block_at
 from amplab.scalers import Unscaler, inverse_scale, local_shard
 
 __all__ = [
@@ -50,6 +53,10 @@ class ReachedGradients(Protocol):
         that no backward writes.
         """
 
+    @property
+    def model_params(self) -> list[Tensor]:
+        """The parameters whose gradients the backward writes."""
+
     def before_backward(self) -> list[Tensor]:
         """Prepare for a backward; return the parameters whose gradients it may write."""
 
@@ -79,7 +86,13 @@ class ScaledBackward(Generic[Reached]):
 
     Attributes:
         aside: the gradients that were there before, for each of ``reached``, without those that stay in place.
+
+    Raises:
+        RuntimeError: where the block begins, inside the block of another one that reaches one of these parameters.
     """
+
+    _frame: FrameType | None = None  # that of the user's `with` statement
+    _places: frozenset[int] = frozenset()  # its instructions in the block
 
     def __init__(self, reached: Sequence[Reached], scale: Any) -> None:
         self._reached, self._scale = reached, scale
@@ -91,12 +104,17 @@ class ScaledBackward(Generic[Reached]):
 
     def __enter__(self) -> Self:
         """Set the gradients aside. Sync: none."""
+        self._refuse_nested()
+        self._frame = _users_frame(sys._getframe(1))
+        self._places = block_at(self._frame.f_code, self._frame.f_lasti)
         try:
+            _OPEN.blocks.append(self)
             with bookkeeping():
                 for each in self._reached:
                     self._set_aside(each)
         except BaseException:
             self._put_back()
+            self._end()
             raise
         return self
 
@@ -105,6 +123,26 @@ class ScaledBackward(Generic[Reached]):
     ) -> None:
         if kind is not None:
             self._put_back()
+        self._end()
+
+    def _end(self) -> None:
+        self._frame = None
+        _OPEN.blocks = [block for block in _OPEN.blocks if block is not self]
+
+    def _is_open(self) -> bool:
+        """Whether the block is being executed; `__exit__` may not have run after an interrupt."""
+        return self._frame is not None and self._frame.f_lasti in self._places
+
+    def _refuse_nested(self) -> None:
+        _OPEN.blocks = [block for block in _OPEN.blocks if block._is_open()]
+        if not _OPEN.blocks:
+            return
+        own = {id(param) for each in self._reached for param in each.model_params}
+        if any(id(param) in own for block in _OPEN.blocks for param in block._params):
+            raise RuntimeError(
+                "scale_loss inside the block of another scale_loss for the same parameters: each would divide the "
+                "gradients of both by its own scale. Begin the second block after the first one; gradients add up."
+            )
 
     def _set_aside(self, each: Reached) -> None:
         self._begun.append(each)
@@ -139,6 +177,26 @@ class ScaledBackward(Generic[Reached]):
             put_back(aside)
         for each in self._begun:
             each.after_failed_backward()
+
+
+class _Open(threading.local):
+    """The blocks of this thread, without those that have ended; after an interrupt also some that have."""
+
+    def __init__(self) -> None:
+        self.blocks: list[ScaledBackward[Any]] = []
+
+
+_OPEN = _Open()
+
+
+def _users_frame(frame: FrameType) -> FrameType:
+    """Return the frame with the user's ``with`` statement, around generators that are context managers."""
+    while (outer := frame.f_back) is not None and outer.f_code is _ENTER and outer.f_back is not None:
+        frame = outer.f_back
+    return frame
+
+
+_ENTER = contextlib._GeneratorContextManager.__enter__.__code__
 
 
 def bookkeeping() -> contextlib.AbstractContextManager[Any]:

@@ -44,16 +44,18 @@ def master_params(optimizer: Any) -> Iterator[Tensor]:
 def replace_params(optimizer: Optimizer, replacement: Callable[[Tensor], Tensor]) -> None:
     """Replace each parameter of ``optimizer`` by ``replacement(param)``.
 
-    The groups' lists are edited in place, since some optimizers (LBFGS) keep a reference to them.
+    The groups' lists are edited in place, since some optimizers (LBFGS) keep a reference to them. A second call finishes
+    what an interrupt has left.
     """
     for group in optimizer.param_groups:
         for index, old in enumerate(group["params"]):
             new = replacement(old)
             if new is not old:
-                group["params"][index] = new
                 if old in optimizer.state:
-                    optimizer.state[new] = optimizer.state.pop(old)
+                    optimizer.state[new] = optimizer.state[old]
                     cast_state(optimizer, new)
+                    del optimizer.state[old]
+                group["params"][index] = new  # last: the state of a parameter that no group has is not looked for
 
 
 def cast_state(optimizer: Optimizer, param: Tensor) -> None:

@@ -42,6 +42,11 @@ class LossGradients:
         self._unscaler = known.unscaler
         self.copies_shared = not known.unscaler.buffers
 
+    @property
+    def model_params(self) -> list[Tensor]:
+        """As `params`."""
+        return self.params
+
     def before_backward(self) -> list[Tensor]:
         """Return the parameters whose gradients the backward may write."""
         return self.params

@@ -120,11 +120,14 @@ class CastingEngine:
             THREAD.own.refresh()
 
     def uninstall(self) -> None:
-        """Undo `install` in the calling thread and clear the cache; does nothing if it is not installed."""
+        """Undo `install` in the calling thread and clear the cache; does nothing if it is not installed.
+
+        A second call finishes what an interrupt has left.
+        """
         THREAD.own.drop_ended()
         for mode in [mode for mode in THREAD.own.installed if mode.engine is self]:
-            THREAD.own.installed.remove(mode)
             self.withdraw(mode)
+            THREAD.own.installed.remove(mode)
         THREAD.own.refresh()
         self.clear_cache()
 

@@ -53,6 +53,7 @@ __all__ = [
     "Scope",
     "ScopeMode",
     "THREAD",
+    "block_at",
     "casting_engine",
     "engine_at_work",
     "casts_enabled",
@@ -178,7 +179,7 @@ class Scope:
             self.by_hook, self.watched = by_hook, frame.f_back if by_hook else frame
             if self.watched is not None:
                 place = self.watched.f_lasti
-                self.places = frozenset((place,)) if by_hook else _block_at(frame.f_code, place)
+                self.places = frozenset((place,)) if by_hook else block_at(frame.f_code, place)
             self.outlasts = by_hook or bool(frame.f_code.co_flags & _SUSPENDABLE)
             if by_hook:
                 self.grad_enabled = torch.is_grad_enabled()
@@ -292,10 +293,10 @@ def _is_leaving(frame: FrameType) -> bool:
 
 
 _BLOCKS: dict[tuple[int, int], tuple[CodeType, frozenset[int]]] = {}
-"""What `_block_at` has returned, by the id of the code, since its hash takes microseconds."""
+"""What `block_at` has returned, by the id of the code, since its hash takes microseconds."""
 
 
-def _block_at(code: CodeType, place: int) -> frozenset[int]:
+def block_at(code: CodeType, place: int) -> frozenset[int]:
     """Return the instructions of the block that the `with` statement at `place` begins; empty if there is none."""
     known = _BLOCKS.get((id(code), place))
     if known is None:

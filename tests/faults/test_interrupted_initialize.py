@@ -1,0 +1,163 @@
+"""An interrupt at any point of `initialize` or `reset`: after the next `reset` everything is as it was before."""
+
+import inspect
+import types
+import weakref
+from collections import OrderedDict
+
+import pytest
+import torch
+from interrupts import PACKAGE, interrupted
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.overrides import _get_current_function_mode_stack
+
+from amplab import amp
+from amplab.policies import PrecisionPolicy, thread_engines
+from amplab.policies.casting.thread_scopes import AUTOCAST_FLAG
+
+X = torch.randn(4, 8, generator=torch.Generator().manual_seed(0))
+TARGET = torch.tensor([0, 1, 2, 0])
+RULES = PrecisionPolicy(module_rules={"3": "float32"})
+LEVELS = {
+    "O1": {"opt_level": "O1"},
+    "O2": {"opt_level": "O2"},
+    "O3": {"opt_level": "O3"},
+    "O1 rules": {"opt_level": "O1", "policy": RULES},
+    "O2 rules, combined": {"opt_level": "O2", "policy": RULES, "combine_grad": True},
+}
+OPTIMIZERS = {
+    "SGD": lambda params: torch.optim.SGD(params, lr=0.1, momentum=0.9),
+    "Adam": lambda params: torch.optim.Adam(params, lr=0.01),
+}
+OWN = types.ModuleType("own")
+OWN.double = double = lambda tensor: tensor * 2
+AMPLABS = [f"{PACKAGE}/{part}" for part in ("amp", "scalers", "parallel", "policies/modules", "policies/casting")]
+"""Where things are changed; the rest builds tables and plans."""
+TORCHS = [inspect.getfile(each) for each in (torch.utils.hooks, nn.Module, torch.optim.Optimizer, weakref)]
+
+
+class Training:
+    """A float32 model with BatchNorm and an optimizer with state; its gradients are there."""
+
+    def __init__(self, make):
+        torch.manual_seed(0)
+        self.model = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 3))
+        self.optimizer = make(self.model.parameters())
+        self.step()
+        self.loss().backward()
+
+    def loss(self):
+        return F.cross_entropy(OWN.double(self.model(X)), TARGET)
+
+    def step(self):
+        self.optimizer.zero_grad()
+        self.loss().backward()
+        self.optimizer.step()
+
+    def initialize(self, options):
+        amp.register_float_function(OWN, "double")
+        amp.initialize(self.model, self.optimizer, verbosity=0, **options)
+
+    def state(self):
+        """Values and dtypes of everything, also after a float32 step; and whose parameters the optimizer steps."""
+        now = self.tensors()
+        stepped = [param for group in self.optimizer.param_groups for param in group["params"]]
+        same = [a is b for a, b in zip(stepped, self.model.parameters(), strict=True)]
+        self.step()
+        return now, same, self.tensors()
+
+    def tensors(self):
+        grads = [param.grad for param in self.model.parameters()]
+        return values((self.model.state_dict(), grads, self.optimizer.state_dict()))
+
+    def hooks(self):
+        params = list(self.model.parameters())
+        kept = [value for each in (*self.model.modules(), self.optimizer) for value in vars(each).values()]
+        kept += [hooks for param in params for hooks in (param._backward_hooks, param._post_accumulate_grad_hooks)]
+        return [number for hooks in kept if isinstance(hooks, OrderedDict) for number in hooks if type(number) is int]
+
+
+def values(state):
+    if isinstance(state, dict):
+        return [value for key in sorted(state, key=str) for value in values(state[key])]
+    if isinstance(state, list | tuple):
+        return [value for each in state for value in values(each)]
+    return [(state.dtype, state.tolist()) if isinstance(state, Tensor) else state]
+
+
+def allowed_states(options, make):
+    """The state that was never initialized, and the one after `initialize` and `reset`; they differ only at O3."""
+    untouched, undone = Training(make), Training(make)
+    undone.initialize(options)
+    amp.reset()
+    return [untouched.state(), undone.state()]
+
+
+def check_reset(training, allowed, interrupt):
+    amp.reset()
+    assert OWN.double is double, interrupt
+    assert not thread_engines() and not _get_current_function_mode_stack(), interrupt
+    assert not torch.is_autocast_enabled(AUTOCAST_FLAG) and torch.is_grad_enabled(), interrupt
+    assert not training.hooks() and not hasattr(training.optimizer, "_amp_stash"), interrupt
+    assert training.state() in allowed, interrupt
+
+
+def check_initialize(options, make, every, folders):
+    allowed = allowed_states(options, make)
+    for at in range(1, 20_000, every):
+        training = Training(make)
+        interrupt = interrupted(lambda: training.initialize(options), at, folders=folders)
+        check_reset(training, allowed, interrupt)
+        if interrupt is None:
+            return at
+    pytest.fail("initialize has no end")
+
+
+def check_reset_alone(options, make, every, folders):
+    allowed = allowed_states(options, make)[1:]
+    for at in range(1, 20_000, every):
+        training = Training(make)
+        training.initialize(options)
+        interrupt = interrupted(amp.reset, at, folders=folders)
+        check_reset(training, allowed, interrupt)
+        if interrupt is None:
+            return at
+    pytest.fail("reset has no end")
+
+
+@pytest.fixture(autouse=True)
+def _ends_clean():
+    yield
+    amp.reset()
+
+
+every_kind = pytest.mark.parametrize(
+    ("options", "make"),
+    [pytest.param(LEVELS[level], OPTIMIZERS[name], id=f"{level} {name}") for level in LEVELS for name in OPTIMIZERS],
+)
+in_which_files = pytest.mark.parametrize("folders", [AMPLABS, TORCHS], ids=["amplab", "torch"])
+
+
+@every_kind
+def test_reset_undoes_an_interrupted_initialize(options, make):
+    check_initialize(options, make, every=397, folders=AMPLABS)
+
+
+@every_kind
+def test_a_second_reset_finishes_an_interrupted_one(options, make):
+    check_reset_alone(options, make, every=53, folders=AMPLABS)
+
+
+@pytest.mark.long
+@in_which_files
+@every_kind
+def test_reset_undoes_an_initialize_that_is_interrupted_at_any_point(options, make, folders):
+    assert check_initialize(options, make, every=1, folders=folders) > 100
+
+
+@pytest.mark.long
+@in_which_files
+@every_kind
+def test_a_second_reset_finishes_one_that_is_interrupted_at_any_point(options, make, folders):
+    assert check_reset_alone(options, make, every=1, folders=folders) > 50
