@@ -68,6 +68,7 @@ from amplab.trace.handed_step import (
     optimizers_of,
     shows_calls,
 )
+from amplab.trace.modules import UncopiedHook
 
 __all__ = ["Watch", "check_options", "watch"]
 
@@ -121,8 +122,8 @@ class Watch:
         self._subscribers: list[Callable[[StepRecord], object]] = []
         self._ends: list[Callable[[], None]] = []
         self._hooks = _Hooks(
-            forward=lambda: model.register_forward_pre_hook(self._see_forward),
-            output=lambda: model.register_forward_hook(self._see_output),
+            forward=lambda: model.register_forward_pre_hook(UncopiedHook(self._see_forward)),
+            output=lambda: model.register_forward_hook(UncopiedHook(self._see_output)),
             gradients=lambda: optimizers[0].register_step_pre_hook(self._see_gradients),
         )
         self._loss: float | Tensor | None = None
