@@ -295,6 +295,34 @@ def test_twin_and_ladder_run_in_a_watch():
     assert len(w.history) == 2 and not w.failures
 
 
+@pytest.mark.parametrize("make_scaler", [lambda: None, lambda: amplab.GradScaler("cpu")], ids=["none", "amplab"])
+def test_a_step_that_the_doctor_tries_is_no_step_of_the_run(make_scaler):
+    model, optimizer = make()
+    scaler = make_scaler()
+    with watch(model, optimizer, scaler=scaler) as w:
+
+        def train(batch, observe=lambda loss: loss):
+            optimizer.zero_grad()
+            loss = observe(F.cross_entropy(model(batch[0]), batch[1]))
+            if scaler is None:
+                loss.backward()
+                optimizer.step()
+            else:
+                scaler.scale(loss).backward()
+                scaler.step(optimizer)
+                scaler.update()
+            return loss.item()
+
+        losses = []
+        for batch in BATCHES[:3]:
+            losses.append(train(batch, w.loss))
+            amplab.doctor(
+                model, batch, loss=F.cross_entropy, train_step=train, optimizer=optimizer, scaler=scaler
+            )
+    assert [record.loss for record in w.history.records()] == losses
+    assert w.history.skip_count == 0 and not w.findings() and not w.failures
+
+
 def test_without_a_step_the_forward_is_looked_at():
     torch.manual_seed(0)
     model = Attention()
