@@ -13,6 +13,7 @@ from amplab.diagnose.remedies.api_styles import Api, ApiStyle
 from amplab.diagnose.rules.updates import never_stepped
 from amplab.diagnose.train_step.masters import model_parameters
 from amplab.scalers.unscaler import local_shard
+from amplab.trace.untouched import unless_undone
 
 __all__ = ["IdleOptimizers"]
 
@@ -64,7 +65,7 @@ class IdleOptimizers:
         def count(*_: object) -> None:
             self._steps[number] += 1
 
-        return count
+        return unless_undone(count)
 
 
 def _with_gradient(model: nn.Module, optimizer: Optimizer) -> list[str]:

@@ -33,6 +33,7 @@ from torch.optim import Optimizer
 from amplab.amp import GradScaler, ScaleRecord, Session, default_session
 from amplab.lab.watched_run import NO_LEVEL
 from amplab.scalers import DynamicScale
+from amplab.trace.untouched import unless_undone
 
 __all__ = ["ScaleProbe", "ScaledStep", "probe_of"]
 
@@ -73,7 +74,7 @@ class ScaleProbe:
     def follow(self, optimizer: Optimizer, report: Report) -> Callable[[], None]:
         """Call `report` after every step; return a function that ends this."""
         unscaled = ScaledStep()
-        return optimizer.register_step_post_hook(lambda *_: report(unscaled)).remove
+        return optimizer.register_step_post_hook(unless_undone(lambda *_: report(unscaled))).remove
 
     def scale(self) -> float:
         """Return the scale in effect. Sync: one if it is on a device."""
@@ -104,8 +105,8 @@ class _ApexProbe(ScaleProbe):
 
     def follow(self, optimizer: Optimizer, report: Report) -> Callable[[], None]:
         ends = [
-            self._session.subscribe(self._records.append),
-            optimizer.register_step_post_hook(lambda *_: report(self._scaled_step(optimizer))).remove,
+            self._session.subscribe(unless_undone(self._records.append)),
+            optimizer.register_step_post_hook(unless_undone(lambda *_: report(self._scaled_step(optimizer)))).remove,
         ]
 
         def end() -> None:
@@ -171,7 +172,10 @@ class _AmplabProbe(ScaleProbe):
                 report(record)
             calls.forget()
 
-        ends = self._scaler.subscribe(hear), optimizer.register_step_post_hook(calls.see).remove
+        ends = (
+            self._scaler.subscribe(unless_undone(hear)),
+            optimizer.register_step_post_hook(unless_undone(calls.see)).remove,
+        )
 
         def end() -> None:
             for each in ends:
@@ -202,7 +206,7 @@ class _TorchProbe(ScaleProbe):
     def follow(self, optimizer: Optimizer, report: Report) -> Callable[[], None]:
         self._report, self._optimizer_id = report, id(optimizer)
         self._scale, self._rows = self._scaler.get_scale(), self._scaler._per_optimizer_states
-        remove = optimizer.register_step_post_hook(self._see_call).remove
+        remove = optimizer.register_step_post_hook(unless_undone(self._see_call)).remove
 
         def end() -> None:
             self.at_forward()

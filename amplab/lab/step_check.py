@@ -13,6 +13,7 @@ from amplab.diagnose.catalogue import finding
 from amplab.lab.events import StepRecord
 from amplab.policies.nested_tensors import floating_tensors_in
 from amplab.scalers.unscaler import local_shard
+from amplab.trace.modules import UncopiedHook
 
 __all__ = ["Seen", "StepCheck"]
 
@@ -63,11 +64,11 @@ class StepCheck:
             hook.remove()
         self._hooks = []
 
-    def _look(self, path: str) -> Callable[[nn.Module, object, object], None]:
+    def _look(self, path: str) -> UncopiedHook:
         def hook(_module: nn.Module, _args: object, output: object) -> None:
             self._outputs += [(path, _is_finite(tensor)) for tensor in floating_tensors_in(output)]
 
-        return hook
+        return UncopiedHook(hook)
 
     def _take(self, name: str) -> Callable[[Tensor], None]:
         def hook(weight: Tensor) -> None:

@@ -21,6 +21,8 @@ from amplab.diagnose import FirstNonfinite, first_nonfinite
 from amplab.parallel.ranks import data_parallel, exchanges_in_forward, this_rank
 from amplab.policies.nested_tensors import tensors_in
 from amplab.trace.handed_step import Loss, Scaler
+from amplab.trace.modules import UncopiedHook
+from amplab.trace.untouched import unless_undone
 
 __all__ = ["CannotRunAgain", "NeedsOtherRanks", "StepBeginning", "StepRerun"]
 
@@ -88,7 +90,7 @@ class StepRerun:
         casts_itself = isinstance(scaler, Session)  # a session casts when a step runs again too
         sees = self._runs_again and (not casts_itself or this_rank() is not None)
         self.wrappers: list[DistributedDataParallel] = []  # around the model that the watch got
-        self._hook = model.register_forward_pre_hook(self._see_loop) if sees else None
+        self._hook = model.register_forward_pre_hook(UncopiedHook(unless_undone(self._see_loop))) if sees else None
 
     def end(self) -> None:
         """Remove the hook."""

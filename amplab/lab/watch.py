@@ -68,6 +68,8 @@ from amplab.trace.handed_step import (
     optimizers_of,
     shows_calls,
 )
+from amplab.trace.modules import UncopiedHook
+from amplab.trace.untouched import before_untouched, unless_undone
 
 __all__ = ["Watch", "check_options", "watch"]
 
@@ -121,9 +123,9 @@ class Watch:
         self._subscribers: list[Callable[[StepRecord], object]] = []
         self._ends: list[Callable[[], None]] = []
         self._hooks = _Hooks(
-            forward=lambda: model.register_forward_pre_hook(self._see_forward),
-            output=lambda: model.register_forward_hook(self._see_output),
-            gradients=lambda: optimizers[0].register_step_pre_hook(self._see_gradients),
+            forward=lambda: model.register_forward_pre_hook(UncopiedHook(unless_undone(self._see_forward))),
+            output=lambda: model.register_forward_hook(UncopiedHook(unless_undone(self._see_output))),
+            gradients=lambda: optimizers[0].register_step_pre_hook(unless_undone(self._see_gradients)),
         )
         self._loss: float | Tensor | None = None
         self._loss_in_output = False
@@ -145,6 +147,7 @@ class Watch:
             self._hooks.need("output")
             self._hooks.need("gradients")
             self._look.begin()
+            self._ends.append(before_untouched(self._look.pause))  # a tool, whose steps are none of the loop
             self._ends.append(self._idle.follow())
             self._ends.append(self._probe.follow(self._optimizers[0], self._take))
         except BaseException:  # an interrupt: the block does not begin, so `__exit__` is not called

@@ -1,20 +1,31 @@
-"""`ModuleStack`: the modules whose forward is running, kept by forward hooks.
+"""`ModuleStack`: the modules whose forward is running, kept by forward hooks. `UncopiedHook`: hooks that copies lack.
 
-The hooks are on the submodules of one model, for the length of one `with` block. A module that is in the model
-twice has the path under which `named_modules` finds it first.
+The hooks of a stack are on the submodules of one model, for the length of one `with` block. A module that is in the
+model twice has the path under which `named_modules` finds it first.
 """
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-from typing import Literal
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from functools import partial
+from typing import Any, Literal
 
 from torch import nn
 
 from amplab.trace.as_found import Undo
 
-__all__ = ["ModuleStack", "Stage"]
+__all__ = ["ModuleStack", "Stage", "UncopiedHook"]
 
 Stage = Literal["", "before", "after"]
+
+
+class UncopiedHook(partial[Any]):
+    """A forward hook of one module. Where a copy by deepcopy or pickle has a hook, too, that one does nothing.
+
+    For an observer of one model, whose state is neither copied nor saved with the model.
+    """
+
+    def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+        return getattr, (nullcontext(), "__exit__")  # returns None; a saved model loads where amplab is missing
 
 
 class ModuleStack:
@@ -56,22 +67,25 @@ class ModuleStack:
             for module in self._paths:
                 # Run first and last, so that the ops of other hooks count as ops of the module.
                 if module._forward_pre_hooks:
-                    module.register_forward_pre_hook(self._begin)
+                    module.register_forward_pre_hook(UncopiedHook(self._begin))
                 if module._forward_hooks:
-                    module.register_forward_hook(self._end, prepend=True)
-                module.register_forward_pre_hook(self._enter, prepend=True)
-                module.register_forward_hook(self._leave, always_call=True)
+                    module.register_forward_hook(UncopiedHook(self._end), prepend=True)
+                module.register_forward_pre_hook(UncopiedHook(self._enter), prepend=True)
+                module.register_forward_hook(UncopiedHook(self._leave), always_call=True)
             yield
 
     def _end_following(self) -> None:
         """Remove the hooks, found by their owner: an interrupt may have lost the handle of the last one."""
         for module in self._paths:
             for hooks in (module._forward_pre_hooks, module._forward_hooks):
-                for number in [number for number, hook in hooks.items() if getattr(hook, "__self__", None) is self]:
+                for number in [number for number, hook in hooks.items() if self._is_own(hook)]:
                     del hooks[number]
                     module._forward_hooks_always_called.pop(number, None)
         self._running.clear()
         self.path, self.stage, self.depth = "", "", 0
+
+    def _is_own(self, hook: Any) -> bool:
+        return isinstance(hook, UncopiedHook) and getattr(hook.func, "__self__", None) is self
 
     def _enter(self, module: nn.Module, *_: object) -> None:
         self._running.append((module, self.path, self.stage))

@@ -13,7 +13,8 @@ Reference: torch.optim.optimizer.register_optimizer_step_pre_hook.
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from threading import get_ident
+from functools import partial, wraps
+from threading import get_ident, local
 from typing import Any, NamedTuple
 
 import torch
@@ -26,7 +27,19 @@ from amplab.parallel.ranks import on_this_rank_alone
 from amplab.trace.as_found import Undo
 from amplab.trace.random_states import random_states_kept, restorers
 
-__all__ = ["ParkedGradients", "nodes_behind", "unchanged_optimizers", "untouched"]
+__all__ = ["ParkedGradients", "before_untouched", "nodes_behind", "unchanged_optimizers", "unless_undone", "untouched"]
+
+
+class _Thread(local):
+    """Whether the thread runs a block of `untouched`, and what is called before one."""
+
+    undoes = False
+
+    def __init__(self) -> None:
+        self.callbacks: list[Callable[[], object]] = []
+
+
+_THREAD = _Thread()
 
 
 class ParkedGradients:
@@ -87,8 +100,12 @@ def untouched(model: nn.Module) -> Iterator[ParkedGradients]:
 
     Sync: none.
     """
+    for callback in () if _THREAD.undoes else tuple(_THREAD.callbacks):
+        callback()
     gradients = ParkedGradients()
     with Undo() as undo:
+        undo.add(partial(setattr, _THREAD, "undoes", _THREAD.undoes))
+        _THREAD.undoes = True
         with _unseen_by_engines():
             undo.add(gradients.restore)
             states = [_ModuleState.of(module) for module in model.modules()]
@@ -98,6 +115,23 @@ def untouched(model: nn.Module) -> Iterator[ParkedGradients]:
             devices = {copy.tensor.device for state in states for copy in state.copies}
         with random_states_kept(devices), on_this_rank_alone(), unchanged_optimizers():
             yield gradients
+
+
+def unless_undone(hook: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a hook that does nothing in blocks of `untouched`, for an observer of a loop in which tools are called."""
+
+    @wraps(hook)
+    def observe(*given: Any) -> Any:
+        return None if _THREAD.undoes else hook(*given)
+
+    return observe
+
+
+def before_untouched(callback: Callable[[], object]) -> Callable[[], None]:
+    """Call `callback` before each outermost block of `untouched` in this thread; return a function that ends this."""
+    callbacks = _THREAD.callbacks
+    callbacks.append(callback)
+    return lambda: callbacks.remove(callback) if callback in callbacks else None
 
 
 class _TensorCopy(NamedTuple):

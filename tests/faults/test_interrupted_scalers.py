@@ -4,6 +4,7 @@ import contextlib
 import itertools
 from collections.abc import Callable, Iterator
 from functools import partial
+from pathlib import Path
 
 import pytest
 import torch
@@ -143,6 +144,30 @@ def test_gradients_that_an_interrupt_has_left_are_not_added_to(every):
         assert loop.steps == (before if refusal else {each + 2 for each in before}), interrupt
         refused += "added to it" in refusal
     assert refused > 10 / every
+
+
+FOLDERS = [f"{PACKAGE}/amp/pytorch", *(str(Path(each.__file__).parent) for each in (torch.amp, torch.optim)), __file__]
+
+
+@pytest.mark.parametrize("every", [16, pytest.param(1, marks=pytest.mark.long)])
+@pytest.mark.parametrize("explicit", [False, True])
+def test_a_loop_that_catches_the_interrupt_of_its_function_goes_on(explicit, every):
+    """Wherever it comes, in torch's optimizer and between the calls too."""
+    tried = 0
+    for at in itertools.count(1, every):
+        loop, interrupt = Loop("sgd", explicit=explicit), None
+        for number in range(4):
+            before = loop.steps
+            if number == 1:
+                interrupt = interrupted(loop.iterate, at, folders=FOLDERS)  # catches it
+                continue
+            loop.iterate()
+            assert loop.steps == {each + 1 for each in before}, interrupt
+        if interrupt is None:
+            break
+        tried += 1
+        assert loop.scaler.get_scale() == 2.0**16, interrupt
+    assert tried > 100 / every
 
 
 # -- between two calls: how the function ended that has called step() tells an interrupt from a missing update() ---

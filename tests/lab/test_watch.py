@@ -1,5 +1,7 @@
 """A loop of one's own, watched: its results are bit for bit what they were, and every step is told as it was."""
 
+import copy
+import io
 import json
 import math
 
@@ -240,6 +242,85 @@ def test_a_skipped_step_is_run_again_and_named(face, tmp_path):
     later = load_run(w.log_path).findings()[0]  # a log opened later knows it, too
     assert {**later.as_dict(), "evidence": {}} == {**first.as_dict(), "evidence": {}}
     assert later.evidence.keys() == first.evidence.keys()
+
+
+def loaded(model):
+    """Return the model that torch.save writes."""
+    file = io.BytesIO()
+    torch.save(model, file)
+    assert b"amplab" not in file.getvalue()  # it loads where amplab is missing
+    file.seek(0)
+    return torch.load(file, weights_only=False)
+
+
+COPIES = {
+    "deepcopy": copy.deepcopy,
+    "twice": lambda model: copy.deepcopy(copy.deepcopy(model)),
+    "save": loaded,
+    "average": lambda model: torch.optim.swa_utils.AveragedModel(model).module,
+}
+
+
+@pytest.mark.parametrize("copied", COPIES.values(), ids=COPIES)
+@pytest.mark.parametrize("in_batches", [True, False])
+def test_a_copy_of_the_model_is_not_watched(copied, in_batches):
+    """In the first step, whose ops are seen, after it, and after skipped steps, when each module has a hook."""
+    model, optimizer = make()
+    scaler = amplab.GradScaler("cpu")
+    step = (lambda batch: F.cross_entropy(model(batch[0]), batch[1])) if in_batches else None  # a hook of its own
+    with watch(model, optimizer, scaler=scaler, step=step) as w:
+        for x, y in w.batches(BATCHES[:8]) if in_batches else BATCHES[:8]:
+            duplicate = copied(model).eval()
+            assert torch.equal(duplicate(x), model.eval()(x))
+            optimizer.zero_grad()
+            loss = F.cross_entropy(model.train()(x), y)
+            duplicate.train()(x * math.nan).sum().backward()
+            scaler.scale(w.loss(loss * math.inf)).backward()
+            scaler.step(optimizer)
+            scaler.update()
+    assert [(record.loss, record.skipped) for record in w.history.records()] == [(math.inf, True)] * 8
+    assert not any("not-explained" in each.name or each.name == "nonfinite-forward" for each in w.findings())
+    assert not w.failures
+
+
+def test_twin_and_ladder_run_in_a_watch():
+    model, optimizer = make()
+    with watch(model, optimizer) as w:
+        for x, y in BATCHES[:2]:
+            optimizer.zero_grad()
+            w.loss(F.cross_entropy(model(x), y)).backward()
+            optimizer.step()
+            amplab.twin(model, (x, y), loss=F.cross_entropy, steps=1)
+            amplab.ladder(model, (x, y), loss=F.cross_entropy, steps=8, tell=lambda _: None)
+    assert len(w.history) == 2 and not w.failures
+
+
+@pytest.mark.parametrize("make_scaler", [lambda: None, lambda: amplab.GradScaler("cpu")], ids=["none", "amplab"])
+def test_a_step_that_the_doctor_tries_is_no_step_of_the_run(make_scaler):
+    model, optimizer = make()
+    scaler = make_scaler()
+    with watch(model, optimizer, scaler=scaler) as w:
+
+        def train(batch, observe=lambda loss: loss):
+            optimizer.zero_grad()
+            loss = observe(F.cross_entropy(model(batch[0]), batch[1]))
+            if scaler is None:
+                loss.backward()
+                optimizer.step()
+            else:
+                scaler.scale(loss).backward()
+                scaler.step(optimizer)
+                scaler.update()
+            return loss.item()
+
+        losses = []
+        for batch in BATCHES[:3]:
+            losses.append(train(batch, w.loss))
+            amplab.doctor(
+                model, batch, loss=F.cross_entropy, train_step=train, optimizer=optimizer, scaler=scaler
+            )
+    assert [record.loss for record in w.history.records()] == losses
+    assert w.history.skip_count == 0 and not w.findings() and not w.failures
 
 
 def test_without_a_step_the_forward_is_looked_at():

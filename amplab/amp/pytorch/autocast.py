@@ -10,7 +10,8 @@ import dataclasses
 import sys
 import threading
 import warnings
-from collections.abc import Callable
+import weakref
+from collections.abc import Callable, Iterator
 from types import FrameType, TracebackType
 from typing import Any, Literal, NamedTuple
 
@@ -121,6 +122,7 @@ class autocast:
         )
         self._precision = policy.compute_dtype if policy is not None else self.fast_dtype
         self._found: CastingEngine | None = None
+        self._was_entered = False
 
     @property
     def policy(self) -> PrecisionPolicy:
@@ -141,10 +143,11 @@ class autocast:
         return self._enter(None if is_dynamo_compiling() else sys._getframe(1))
 
     def _enter(self, frame: FrameType | None) -> "autocast":
-        engine, entries = self._engine(), _THREAD.entries
+        engine, entries = self._engine(), _THREADS.own.entries
         while entries and entries[-1].scope.has_ended():  # its exit was interrupted
             entries.pop()
         scope = Scope(engine)
+        self._was_entered = True
         scope.enter(frame)
         entries.append(_Entry(self, engine, scope))
         return self
@@ -155,16 +158,28 @@ class autocast:
         exc_value: BaseException | None,
         traceback: TracebackType | None,
     ) -> Literal[False]:
-        """Restore the state before the last `__enter__` of this instance in this thread."""
+        """Restore the state before the last `__enter__` of this instance in this thread.
+
+        If another thread calls it, for example because the garbage collector closes a generator there, the region ends
+        as `Scope.__exit__` says.
+        """
+        return self._exit(2)
+
+    def _exit(self, depth: int) -> Literal[False]:
+        """Leave the entry of the frame at `depth` on the stack."""
+        if not self._was_entered:
+            raise RuntimeError(f"{self!r} was not entered: expected __enter__, or a `with` statement, before __exit__.")
+        own = _THREADS.own
         entry = None
         try:
-            entry = _THREAD.innermost(self)
-            _THREAD.leave(entry)
+            entry = own.innermost(self)
+            block = None if entry is None else entry.scope.watched  # None where torch.compile traces
+            if entry is None or (block is not None and block is not sys._getframe(depth)):
+                entry = _entry_of(self, sys._getframe(depth))
+            own.leave(entry)
         except BaseException:  # an interrupt; finish anyway
-            _THREAD.leave(entry or _THREAD.innermost(self))
+            own.leave(entry or _entry_of(self, sys._getframe(depth)))
             raise
-        if entry is None:
-            raise RuntimeError(f"{self!r} is not active in this thread: exit a region in the thread that entered it.")
         return False
 
     def __call__(self, func: Callable[..., Any]) -> Callable[..., Any]:
@@ -196,8 +211,8 @@ class _Entered:
     def __enter__(self) -> autocast:
         return self._region._enter(None if is_dynamo_compiling() else sys._getframe(1))
 
-    def __exit__(self, *raised: Any) -> bool:
-        return self._region.__exit__(*raised)
+    def __exit__(self, *_raised: object) -> bool:
+        return self._region._exit(2)
 
 
 class _Entry(NamedTuple):
@@ -206,18 +221,24 @@ class _Entry(NamedTuple):
     scope: Scope
 
 
-class _AutocastThread(threading.local):
-    """The regions that are active in this thread, innermost last."""
+class _AutocastThread:
+    """The regions that are active in a thread, innermost last."""
 
     def __init__(self) -> None:
         self.entries: list[_Entry] = []
 
-    def innermost(self, region: autocast) -> _Entry | None:
-        """Return the last entry of `region`; None if it is not active."""
+    def innermost(self, region: autocast, frame: FrameType | None = None) -> _Entry | None:
+        """Return the last entry of `region`, of those in `frame` if it is given; None if there is none."""
         for entry in reversed(self.entries):
-            if entry.region is region:
+            if entry.region is region and (frame is None or entry.scope.watched is frame):
                 return entry
         return None
+
+    def entered_by_calls(self, region: autocast) -> Iterator[_Entry]:
+        """Yield the entries of `region` that only a call ends, such as that of an `ExitStack`; the last one first."""
+        for entry in reversed(self.entries):
+            if entry.region is region and entry.scope.frame is None and not entry.scope.has_ended():
+                yield entry
 
     def leave(self, entry: _Entry | None) -> None:
         """Leave a region, then its earlier entries whose block has ended; a second call does nothing."""
@@ -230,7 +251,36 @@ class _AutocastThread(threading.local):
                 return
 
 
-_THREAD = _AutocastThread()
+class _AutocastThreads(threading.local):
+    """The `_AutocastThread` of each thread."""
+
+    _all: weakref.WeakValueDictionary[int, _AutocastThread] = weakref.WeakValueDictionary()
+
+    def __init__(self) -> None:
+        self.own = self._all[threading.get_ident()] = _AutocastThread()
+
+    def others(self) -> Iterator[_AutocastThread]:
+        """Yield those of the other threads."""
+        for reference in self._all.valuerefs():
+            thread = reference()
+            if thread is not None and thread is not self.own:
+                yield thread
+
+
+_THREADS = _AutocastThreads()
+
+
+def _entry_of(region: autocast, frame: FrameType) -> _Entry | None:
+    """Return the entry of `region` that `frame` leaves: by its own block, wherever it began, or by a call."""
+    own, others = _THREADS.own, _THREADS.others
+    return (
+        own.innermost(region, frame)
+        or next(filter(None, (thread.innermost(region, frame) for thread in others())), None)
+        or own.innermost(region)
+        or next((entry for thread in others() for entry in thread.entered_by_calls(region)), None)
+    )
+
+
 _NO_CASTS = PrecisionPolicy(table=None)
 
 
@@ -272,7 +322,7 @@ def _in_force(device_type: str) -> tuple[autocast | None, CastingEngine | None]:
     The engine of a disabled region of torch.autocast has no settings of its own: the region around it gives them.
     """
     deciding = casting_engine(device_type)
-    for region, engine, scope in reversed(_THREAD.entries):
+    for region, engine, scope in reversed(_THREADS.own.entries):
         if region.device == device_type and not scope.has_ended():
             decides = engine is deciding or (deciding is not None and deciding.ends_casts)
             return (region if decides else None), deciding

@@ -144,7 +144,7 @@ class Scope:
         """Leave; does nothing if the scope has ended already. Scopes may end in any order.
 
         If another thread calls it, for example because the garbage collector closes a generator there, the scope ends
-        at the next call of amplab in its own thread.
+        at the next call of amplab in its own thread, or before the next op that its mode sees.
         """
         try:
             self._leave()
@@ -260,6 +260,8 @@ class Scope:
             self._end(thread)
         else:
             thread.left_elsewhere = True
+            for mode in thread.modes:
+                mode.has_ended = _always
 
     def _end(self, thread: CastingThread) -> None:
         """Undo `_begin`. The scope is listed until all is undone, so that `drop_ended` finishes what is interrupted."""
@@ -281,6 +283,10 @@ class Scope:
             if scope.engine is engine:
                 return
         engine.clear_cache()
+
+
+def _always() -> bool:
+    return True
 
 
 def _is_leaving(frame: FrameType) -> bool:
@@ -365,10 +371,12 @@ class CastingThread:
                 return
         if not (self.may_be_pushed_again or self.left_elsewhere) and self.scopes[-1].is_running_block():
             return
-        self.left_elsewhere = False
+        was_left_elsewhere, self.left_elsewhere = self.left_elsewhere, False
         ended = [scope for scope in reversed(self.scopes) if scope.has_ended()]
         for scope in ended:
             scope.leave()
+        if was_left_elsewhere:
+            self.give_plans()  # whose modes no longer ask before each op
         if before_op and ended and ended[-1].grad_enabled is not None and not torch.is_inference_mode_enabled():
             torch.set_grad_enabled(ended[-1].grad_enabled)
         if self.may_be_pushed_again:

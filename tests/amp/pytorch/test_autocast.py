@@ -1,5 +1,6 @@
 """autocast against torch.autocast: regions, nesting, threads, caches, and what torch's own gets wrong."""
 
+import contextlib
 import copy
 import pickle
 import threading
@@ -130,7 +131,7 @@ def test_a_region_shows_what_is_in_force():
 
 
 def test_leaving_what_was_not_entered_is_refused():
-    with pytest.raises(RuntimeError, match="not active in this thread"):
+    with pytest.raises(RuntimeError, match="not entered"):
         amplab.autocast("cpu").__exit__(None, None, None)
 
 
@@ -318,6 +319,40 @@ def test_another_thread_is_not_in_the_region():
         thread.start()
         thread.join()
     assert seen == [torch.float32, False]
+
+
+def region_in_block(region):
+    with region:
+        yield dtype()
+
+
+def region_in_stack(region):
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(region)
+        yield dtype()
+
+
+@pytest.mark.parametrize(
+    ("suspended", "is_inside"), [(region_in_block, False), (region_in_block, True), (region_in_stack, False)]
+)
+@pytest.mark.parametrize("end", [lambda it: it.close(), lambda it: next(it, None)], ids=["closed", "resumed"])
+def test_a_generator_may_end_in_another_thread(suspended, is_inside, end):
+    """Its region ends in its own thread, and not that of the other thread, of the same instance."""
+    region, seen = amplab.autocast("cpu", BFLOAT16), []
+    generator = suspended(region)
+    assert next(generator) is BFLOAT16
+
+    def work():
+        with region if is_inside else contextlib.nullcontext():
+            end(generator)
+            seen.append(dtype())
+        seen.append(dtype())
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join()
+    assert seen == [BFLOAT16 if is_inside else torch.float32, torch.float32]
+    assert dtype() is torch.float32  # also without a call of amplab before it
 
 
 def test_one_instance_in_many_threads():
