@@ -44,8 +44,8 @@ def master_params(optimizer: Any) -> Iterator[Tensor]:
 def replace_params(optimizer: Optimizer, replacement: Callable[[Tensor], Tensor]) -> None:
     """Replace each parameter of ``optimizer`` by ``replacement(param)``.
 
-    The groups' lists are edited in place, since some optimizers (LBFGS) keep a reference to them. A second call finishes
-    what an interrupt has left.
+    The groups' lists are edited in place, since some optimizers (LBFGS) keep a reference to them.
+    A second call finishes what an interrupt has left.
     """
     for group in optimizer.param_groups:
         for index, old in enumerate(group["params"]):
