@@ -287,12 +287,13 @@ def test_twin_and_ladder_run_in_a_watch():
     model, optimizer = make()
     with watch(model, optimizer) as w:
         for x, y in BATCHES[:2]:
+            amplab.twin(model, (x, y), loss=F.cross_entropy, steps=1)
+            amplab.ladder(model, (x, y), loss=F.cross_entropy, steps=8, tell=lambda _: None)
             optimizer.zero_grad()
             w.loss(F.cross_entropy(model(x), y)).backward()
             optimizer.step()
-            amplab.twin(model, (x, y), loss=F.cross_entropy, steps=1)
-            amplab.ladder(model, (x, y), loss=F.cross_entropy, steps=8, tell=lambda _: None)
-    assert len(w.history) == 2 and not w.failures
+    assert len(w.history) == 2
+    assert not w.failures
 
 
 @pytest.mark.parametrize("make_scaler", [lambda: None, lambda: amplab.GradScaler("cpu")], ids=["none", "amplab"])
@@ -316,11 +317,11 @@ def test_a_step_that_the_doctor_tries_is_no_step_of_the_run(make_scaler):
         losses = []
         for batch in BATCHES[:3]:
             losses.append(train(batch, w.loss))
-            amplab.doctor(
-                model, batch, loss=F.cross_entropy, train_step=train, optimizer=optimizer, scaler=scaler
-            )
+            amplab.doctor(model, batch, loss=F.cross_entropy, train_step=train, optimizer=optimizer, scaler=scaler)
     assert [record.loss for record in w.history.records()] == losses
-    assert w.history.skip_count == 0 and not w.findings() and not w.failures
+    assert w.history.skip_count == 0
+    assert not w.findings()
+    assert not w.failures
 
 
 def test_without_a_step_the_forward_is_looked_at():

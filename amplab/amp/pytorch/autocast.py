@@ -13,7 +13,7 @@ import warnings
 import weakref
 from collections.abc import Callable, Iterator
 from types import FrameType, TracebackType
-from typing import Any, Literal, NamedTuple
+from typing import Any, ClassVar, Literal, NamedTuple
 
 import torch
 from torch.compiler import is_dynamo_compiling
@@ -254,7 +254,7 @@ class _AutocastThread:
 class _AutocastThreads(threading.local):
     """The `_AutocastThread` of each thread."""
 
-    _all: weakref.WeakValueDictionary[int, _AutocastThread] = weakref.WeakValueDictionary()
+    _all: ClassVar[weakref.WeakValueDictionary[int, _AutocastThread]] = weakref.WeakValueDictionary()
 
     def __init__(self) -> None:
         self.own = self._all[threading.get_ident()] = _AutocastThread()
