@@ -33,7 +33,7 @@ class Ticker:
 
     Args:
         tick: Draws what changed.
-        on_failure: Receives the traceback of a tick or a job that raised; the thread continues.
+        on_failure: Receives the traceback of a tick or a job that raised, whatever it raised; the thread continues.
         period: Seconds.
     """
 
@@ -95,8 +95,14 @@ class Ticker:
     def _guard(self, job: Job) -> None:
         try:
             job()
-        except Exception:  # noqa: BLE001 - any error is shown, and the lab continues
-            self._on_failure(traceback.format_exc())
+        except BaseException:  # noqa: BLE001 - also sys.exit() in the repr of a model: it is shown, the lab continues
+            self._report(traceback.format_exc())
+
+    def _report(self, text: str) -> None:
+        try:
+            self._on_failure(text)
+        except BaseException:  # noqa: BLE001 - nobody is left to tell
+            traceback.print_exc()
 
 
 class Pace:
