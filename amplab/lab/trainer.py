@@ -16,6 +16,7 @@ import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
+from numbers import Integral
 from os import PathLike
 from pathlib import Path
 
@@ -481,7 +482,12 @@ class Trainer:
         self._request(f"trace at {opt_level}", lambda: LevelTraced(Experiment(config).trace(), opt_level))
 
     def request_inputs(self, index: int) -> None:
-        """Request an `InputsReady` of the op with this number in a trace, measured at the next step boundary."""
+        """Request an `InputsReady` of the op with this number in a trace, measured at the next step boundary.
+
+        Raises:
+            ValueError: `index` is not a whole number >= 0.
+        """
+        _check_number(index=index)
 
         def measure() -> Event:
             inputs = InputStatistics(index)
@@ -507,7 +513,11 @@ class Trainer:
         """Request a `SkipExplained` of a skipped step.
 
         Its explanation is None if the step was not explained before and is not kept any more; see `explainable`.
+
+        Raises:
+            ValueError: `step` is not the number of a step.
         """
+        _check_number(step=step)
         self._worker.post(lambda: self._explainer.answer(step))
 
     def request_stages(self, step: int, parameter: str | None = None) -> None:
@@ -516,7 +526,11 @@ class Trainer:
         Args:
             step: Number of the step.
             parameter: As in `step_in_stages`.
+
+        Raises:
+            ValueError: `step` is not the number of a step.
         """
+        _check_number(step=step)
         self._request(f"step {step} in stages", lambda: StagesReady(self._explainer.stages(step, parameter)))
 
     @property
@@ -909,6 +923,13 @@ def _in_words(previous: ExperimentConfig, config: ExperimentConfig) -> str:
 def _check_steps(steps: int) -> None:
     if isinstance(steps, bool) or not isinstance(steps, int) or steps < 1:
         raise ValueError(f"steps={steps!r}: expected a whole number > 0, such as 300.")
+
+
+def _check_number(**given: object) -> None:
+    """Raise a ValueError unless an argument is the number of a step or of an op; not in the trainer's thread."""
+    for name, value in given.items():
+        if isinstance(value, bool) or not isinstance(value, Integral) or value < 0:
+            raise ValueError(f"{name}={value!r}: expected a whole number >= 0, such as 12.")
 
 
 def _period(speed: float | None) -> float:

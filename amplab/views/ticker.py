@@ -40,6 +40,7 @@ class Ticker:
     def __init__(self, tick: Job, *, on_failure: Callable[[str], None], period: float = PERIOD) -> None:
         self._tick, self._on_failure, self._period = tick, on_failure, period
         self._jobs: SimpleQueue[Job | None] = SimpleQueue()
+        self._latest: dict[str, Job] = {}  # the jobs of `call_latest` that wait
         self._awake = self._closed = False
         self._lock = threading.Lock()  # guards the thread
         self._thread: threading.Thread | None = None
@@ -55,6 +56,18 @@ class Ticker:
         with self._lock:
             if not self._closed:
                 self._put(job)
+
+    def call_latest(self, name: str, job: Job) -> None:
+        """Run `job` as `call` does; if one of this name waits, in its place."""
+        with self._lock:
+            is_waiting, self._latest[name] = name in self._latest, job
+        if not is_waiting:
+            self.call(lambda: self._run_latest(name))
+
+    def _run_latest(self, name: str) -> None:
+        with self._lock:
+            job = self._latest.pop(name)
+        job()
 
     def close(self, *, wait: float = 1.0) -> None:
         """End the thread after the jobs queued so far; wait for it at most `wait` seconds, unless called from it."""
