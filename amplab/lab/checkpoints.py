@@ -164,9 +164,11 @@ def checkpoint_of_launch(folder: Path, place: Rank) -> Checkpoint | None:
     Raises:
         ValueError: The run had another number of ranks.
     """
-    paths = sorted(folder.glob(f"*/rank-0{SUFFIX}"), key=lambda each: each.stat().st_mtime, reverse=True)
-    for path in paths:
-        launch, world_size = launch_of(path.with_suffix(".jsonl"))
+    for path in _newest_first(folder, f"*/rank-0{SUFFIX}"):
+        try:
+            launch, world_size = launch_of(path.with_suffix(".jsonl"))
+        except (OSError, ValueError):  # of another run, which has lost its log: ours was written before its checkpoint
+            continue
         if launch != place.launch:
             continue
         if world_size != place.world_size:
@@ -209,7 +211,7 @@ def _read(path: Path) -> Checkpoint:
 
 def last_checkpoint(folder: Path) -> Checkpoint | None:
     """Return the latest checkpoint in `folder` that can be continued, None if there is none of the last 24 hours."""
-    for path in _newest_first(folder):
+    for path in _newest_first(folder, f"*{SUFFIX}"):
         with suppress(OSError, RunStateError, ValueError, KeyError, TypeError):
             if time.time() - path.stat().st_mtime > LONGEST_AGO:
                 return None
@@ -220,9 +222,9 @@ def last_checkpoint(folder: Path) -> Checkpoint | None:
     return None
 
 
-def _newest_first(folder: Path) -> Iterator[Path]:
+def _newest_first(folder: Path, pattern: str) -> Iterator[Path]:
     dated = []
-    for path in folder.glob(f"*{SUFFIX}"):
+    for path in folder.glob(pattern):
         with suppress(OSError):  # removed meanwhile
             dated.append((path.stat().st_mtime, path))
     yield from (path for _, path in sorted(dated, reverse=True))
@@ -231,7 +233,7 @@ def _newest_first(folder: Path) -> Iterator[Path]:
 def _prune(folder: Path) -> None:
     """Remove all checkpoints but the latest, and unlock the logs of runs without one."""
     remove_partials(folder)
-    for path in list(_newest_first(folder))[KEPT:]:
+    for path in list(_newest_first(folder, f"*{SUFFIX}"))[KEPT:]:
         with suppress(OSError):
             path.unlink()
     for log in [log for log in _held if not os.path.exists(log.with_suffix(SUFFIX))]:

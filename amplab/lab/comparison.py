@@ -102,7 +102,7 @@ class Comparison:
             self._run = self._begin(self._configs[self._done])
         try:
             self._train(self._run)
-        except Exception as error:  # noqa: BLE001  one precision that cannot train is a result
+        except BaseException as error:  # noqa: BLE001  one precision that cannot train is a result
             self._finish(f"{type(error).__name__}: {error}")
             return
         if len(self._run.history) >= self._steps:

@@ -681,7 +681,7 @@ class Experiment:
             if old.optimizer != new.optimizer:
                 self._build_optimizers(new)
             self._initialize(new)
-        except Exception:
+        except BaseException:
             self._session.reset()
             self._optimizers, self._names, self._rates = optimizers
             self._initialize(old)

@@ -80,6 +80,7 @@ def train_on_ranks(
     """
     begins = not dist.is_initialized()
     if begins:
+        _check_variables()
         _init_process_group()
     try:
         place = this_rank() or Rank(0, 1)
@@ -100,6 +101,20 @@ def train_on_ranks(
     finally:
         if begins:
             dist.destroy_process_group()
+
+
+def _check_variables() -> None:
+    """Raise a ValueError if the variables of the launcher do not say which of how many processes this is."""
+    given = {name: os.environ.get(name, "") for name in ("WORLD_SIZE", "RANK")}
+    for name, text in given.items():
+        if not (text.isascii() and text.isdecimal()):
+            raise ValueError(
+                f"{name}={text}: expected a whole number, as torchrun sets it; unset {name} to train alone."
+            )
+    if int(given["RANK"]) >= int(given["WORLD_SIZE"]):
+        raise ValueError(
+            f"RANK={given['RANK']}: expected a number below WORLD_SIZE={given['WORLD_SIZE']}, as torchrun sets it."
+        )
 
 
 def _init_process_group() -> None:

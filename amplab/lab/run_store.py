@@ -73,7 +73,7 @@ class RunStore:
         self.examined: tuple[tuple[int, Finding], ...] = ()
         self._wanted = None if log is None else given_path(log, "log")
         self._on_failure, self._advice = on_failure, advice
-        self._has_told_full = False
+        self._has_told_full = self._has_told_mixed = False
         self._log: RunLog | None = None
         self._appending: tuple[StepRow, int] | None = None  # with its row in the history
         self._path: Path | None = None
@@ -238,6 +238,8 @@ class RunStore:
             if self._log is None:
                 self._log = self._open(wanted)
             write(self._log, *values)
+            if self._log.is_mixed:
+                self._tell_mixed()
         except DiskFull as error:
             self._tell_full(error)
         except OSError as error:
@@ -264,6 +266,15 @@ class RunStore:
         self._on_failure(
             f"log: cannot write {self._path} now ({error.strerror}). Up to {MOST_WAITING:,} lines wait in memory and "
             "are written when there is space: remove other files."
+        )
+
+    def _tell_mixed(self) -> None:
+        if self._has_told_mixed:
+            return
+        self._has_told_mixed = True
+        self._on_failure(
+            f"log: another program has written to {self._path}. The run and its log continue, but the log cannot be "
+            "loaded before these lines are deleted from it: stop the other program."
         )
 
     def _give_up(self, error: OSError) -> None:

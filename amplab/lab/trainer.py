@@ -16,6 +16,7 @@ import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
+from numbers import Integral
 from os import PathLike
 from pathlib import Path
 
@@ -59,6 +60,7 @@ from amplab.lab.history import History
 from amplab.lab.kept_runs import KeptRun, KeptRuns
 from amplab.lab.memory_count import level_memory
 from amplab.lab.rank_exchange import RankExchange, RankLost
+from amplab.lab.run_log.json_lines import is_number
 from amplab.lab.run_saver import RunSaver
 from amplab.lab.run_store import RunStore
 from amplab.lab.step_explainer import StepExplainer
@@ -68,10 +70,13 @@ from amplab.lab.worker import Worker
 from amplab.trace import Trace
 from amplab.trace.input_statistics import InputStatistics
 
-__all__ = ["STEP_LIMIT", "Trainer"]
+__all__ = ["LOWEST_SPEED", "STEP_LIMIT", "Trainer"]
 
 STEP_LIMIT = 1_000_000
 """Steps after which a run pauses by itself, so that a forgotten run does not fill the disk."""
+
+LOWEST_SPEED = 0.001
+"""Steps per second: at a lower speed a run that goes on looks like one that hangs."""
 
 _EXIT_SECONDS = 5.0
 _PAUSE_SECONDS = 2.0  # in which a pause explains left-over skips; the others have a button
@@ -312,13 +317,15 @@ class Trainer:
         Controls still take effect at once. The speed is kept by a reset.
 
         Args:
-            speed: Steps per second, a number > 0; None for full speed.
+            speed: Steps per second, a number >= `LOWEST_SPEED`; None for full speed.
 
         Raises:
             ValueError: Another value.
         """
-        if speed is not None and (isinstance(speed, bool) or not isinstance(speed, int | float) or not speed > 0):
-            raise ValueError(f"speed={speed!r}: expected steps per second, a number > 0, or None for full speed.")
+        if speed is not None and not (is_number(speed) and speed >= LOWEST_SPEED):
+            raise ValueError(
+                f"speed={speed!r}: expected steps per second, a number >= {LOWEST_SPEED}, or None for full speed."
+            )
         if speed != self._speed:
             text = "Speed: full speed" if speed is None else f"Speed: {speed:g} steps/s"
             self._changes.record(text, partial(self._pace, self._speed), kind="speed")
@@ -475,7 +482,12 @@ class Trainer:
         self._request(f"trace at {opt_level}", lambda: LevelTraced(Experiment(config).trace(), opt_level))
 
     def request_inputs(self, index: int) -> None:
-        """Request an `InputsReady` of the op with this number in a trace, measured at the next step boundary."""
+        """Request an `InputsReady` of the op with this number in a trace, measured at the next step boundary.
+
+        Raises:
+            ValueError: `index` is not a whole number >= 0.
+        """
+        _check_number(index=index)
 
         def measure() -> Event:
             inputs = InputStatistics(index)
@@ -501,7 +513,11 @@ class Trainer:
         """Request a `SkipExplained` of a skipped step.
 
         Its explanation is None if the step was not explained before and is not kept any more; see `explainable`.
+
+        Raises:
+            ValueError: `step` is not the number of a step.
         """
+        _check_number(step=step)
         self._worker.post(lambda: self._explainer.answer(step))
 
     def request_stages(self, step: int, parameter: str | None = None) -> None:
@@ -510,7 +526,11 @@ class Trainer:
         Args:
             step: Number of the step.
             parameter: As in `step_in_stages`.
+
+        Raises:
+            ValueError: `step` is not the number of a step.
         """
+        _check_number(step=step)
         self._request(f"step {step} in stages", lambda: StagesReady(self._explainer.stages(step, parameter)))
 
     @property
@@ -668,7 +688,7 @@ class Trainer:
             return
         try:
             self._experiment.switch(config)
-        except Exception:  # noqa: BLE001 - as an optimizer of one's own that cannot be built; the run goes on
+        except BaseException:  # noqa: BLE001 - as an optimizer of one's own that cannot be built; the run goes on
             self._wanted = previous
             text = f"{_in_words(previous, config)}: not possible; the run is not changed.\n{traceback.format_exc()}"
             self._publisher.publish(Failed(text, attempted=True))
@@ -685,7 +705,7 @@ class Trainer:
         previous, steps = self.config, len(self.history)
         try:
             experiment = Experiment(config, exchange=self._exchange)
-        except Exception:  # noqa: BLE001 - as a task without its data; the present run is whole
+        except BaseException:  # noqa: BLE001 - as a task without its data; the present run is whole
             self._wanted = previous
             self._end_in_failure(f"The new run cannot begin; a reset keeps the present one.\n{traceback.format_exc()}")
             return
@@ -814,7 +834,7 @@ class Trainer:
         goes_on = False
         try:
             goes_on = comparison.advance()
-        except Exception:  # noqa: BLE001 - the present run goes on
+        except BaseException:  # noqa: BLE001 - the present run goes on
             self._publisher.publish(Failed(f"The comparison ended.\n{traceback.format_exc()}"))
         self._kept.touch()
         self._publisher.publish(RunsChanged())
@@ -871,7 +891,7 @@ class Trainer:
     def _attempt(self, what: str, act: Callable[[], None]) -> None:
         try:
             act()
-        except Exception:  # noqa: BLE001 - a trace that fails does not end the run
+        except BaseException:  # noqa: BLE001 - a trace that fails does not end the run
             self._publisher.publish(Failed(f"{what}\n{traceback.format_exc()}", attempted=True))
 
     def _fail(self, text: str) -> None:
@@ -903,6 +923,13 @@ def _in_words(previous: ExperimentConfig, config: ExperimentConfig) -> str:
 def _check_steps(steps: int) -> None:
     if isinstance(steps, bool) or not isinstance(steps, int) or steps < 1:
         raise ValueError(f"steps={steps!r}: expected a whole number > 0, such as 300.")
+
+
+def _check_number(**given: object) -> None:
+    """Raise a ValueError unless an argument is the number of a step or of an op; not in the trainer's thread."""
+    for name, value in given.items():
+        if isinstance(value, bool) or not isinstance(value, Integral) or value < 0:
+            raise ValueError(f"{name}={value!r}: expected a whole number >= 0, such as 12.")
 
 
 def _period(speed: float | None) -> float:

@@ -27,6 +27,7 @@ __all__ = ["Worker"]
 Answer = TypeVar("Answer")
 
 _IDLE_SECONDS = 5.0
+_LONGEST_REST = 60.0  # seconds; a lock refuses to wait for a time that its clock cannot hold
 _LOOK_SECONDS = 0.005
 
 
@@ -37,7 +38,8 @@ class Worker:
         step: Called repeatedly while `is_wanted()`.
         is_wanted: Whether to step; called under `lock`.
         seconds_left: Seconds until the next step is due, 0 or less if it is; called under `lock`.
-        on_error: Called with the traceback if a command or a step raises, whatever it raises; the thread continues.
+        on_error: Called with the traceback if a command, a step, `is_wanted` or `seconds_left` raises, whatever it
+            raises; the thread continues.
 
     Attributes:
         lock: The re-entrant lock that guards the queue and the owner's own state; held for moments only.
@@ -72,7 +74,7 @@ class Worker:
     def wake(self) -> None:
         """Check again whether a step is wanted, and when it is due."""
         with self.lock:
-            if self._thread is None and not self._has_ended:
+            if not self._has_thread() and not self._has_ended:
                 _start(self._run)
             self._news.notify_all()
 
@@ -104,6 +106,9 @@ class Worker:
         """Raise a RuntimeError if the worker has ended."""
         if self._has_ended:
             raise RuntimeError("Python ends, and the trainer has ended: train and ask before the end of the program.")
+
+    def _has_thread(self) -> bool:
+        return self._thread is not None and self._thread.is_alive()
 
     def _is_at_work(self) -> bool:
         with self.lock:
@@ -139,28 +144,41 @@ class Worker:
             unset.release()
             return
         self._thread = threading.current_thread()
-        number = torch.get_num_threads()  # takes the process's number now; otherwise the first op would
-        torch.set_num_threads(1)
-        restoring = threading.Thread(target=torch.set_num_threads, args=(number,))
-        restoring.start()
-        restoring.join()
-        unset.release()
-        self._work()
+        try:
+            try:
+                _compute_with_one_thread()
+            finally:
+                unset.release()  # also where the system starts no more threads
+            self._work()
+        except BaseException:
+            self._leave()
+            raise
+
+    def _leave(self) -> None:
+        """Let the next thread work."""
+        with self.lock:
+            self._thread = None
+            self._claim.release()
 
     def _work(self) -> None:
-        while True:
-            with self.lock:
-                self._busy = False
-                if not self._has_work() and not self._rest():
-                    self._thread = None
-                    self._claim.release()
-                    return
-                self._busy = True
-                command = self._queue.popleft() if self._queue else self._step
+        is_idle = False
+        while not is_idle:
             try:
-                command()
+                is_idle = not self._work_once()
             except BaseException:  # noqa: BLE001 - also sys.exit() in a callback: the thread must survive for a reset
                 self._report(traceback.format_exc())
+
+    def _work_once(self) -> bool:
+        """Call one command or step when there is one; return False if none came, and the thread ends."""
+        with self.lock:
+            self._busy = False
+            if not self._has_work() and not self._rest():
+                self._leave()
+                return False
+            self._busy = True
+            command = self._queue.popleft() if self._queue else self._step
+        command()
+        return True
 
     def _report(self, text: str) -> None:
         try:
@@ -178,8 +196,17 @@ class Worker:
             left = self._seconds_left() if self._wants_step() else end - time.monotonic()
             if left <= 0 and not self._wants_step():
                 return False
-            self._news.wait(max(left, 0.0))
+            self._news.wait(min(max(left, 0.0), _LONGEST_REST))
         return True
+
+
+def _compute_with_one_thread() -> None:
+    """Set the number of intra-op threads of the calling thread to one, and leave that of the process."""
+    number = torch.get_num_threads()  # takes the process's number now; otherwise the first op would
+    torch.set_num_threads(1)
+    restoring = threading.Thread(target=torch.set_num_threads, args=(number,))
+    restoring.start()
+    restoring.join()
 
 
 def _start(run: Callable[[threading.Lock], None]) -> None:

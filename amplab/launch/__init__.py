@@ -4,7 +4,7 @@
     lessons     the working copies of the notebooks, which the person may change
     server      the command line and the environment of JupyterLab
     trust       the part of its server that signs unchanged lessons
-    jupyter     its default settings; a prebuilt extension that opens the lab when its lesson opens
+    jupyter     its default settings; its kernel; a prebuilt extension that opens the lab when its lesson opens
     ranks       several processes that train together, by torchrun; not about JupyterLab
 
 Standard library only, so that JupyterLab does not wait for torch. The dashboard itself is in :mod:`amplab.views`.

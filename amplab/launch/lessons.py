@@ -115,11 +115,14 @@ def lessons_directory() -> Path:
     """Return the folder of the working copies: $AMPLAB_LESSONS, else ~/amplab-lessons.
 
     Raises:
-        LaunchError: the variable names the home folder of a user that does not exist.
+        LaunchError: the variable names the home folder of a user that does not exist; HOME is a relative path.
     """
     named = os.environ.get("AMPLAB_LESSONS") or "~/amplab-lessons"
     try:
-        return Path(named).expanduser().absolute()
+        folder = Path(named).expanduser()
+        if named.startswith("~") and not folder.is_absolute():
+            raise LaunchError(f"HOME={os.environ.get('HOME')}: expected an absolute path, such as /home/ann.")
+        return folder.absolute()
     except RuntimeError:
         raise LaunchError(f"AMPLAB_LESSONS={named}: no such home; expected a folder, such as ~/lessons.") from None
 

@@ -4,8 +4,10 @@ The server is the JupyterLab of the running interpreter, so that the widgets' ex
 environment. The user's Jupyter configuration stays in effect: the command line overrides only what the lab needs, and
 the defaults in ``jupyter`` (no news pop-up) rank below the user's own settings. It serves the notebook's folder alone.
 
-The server starts with ``-P``: it never imports from the folder in which ``amplab lab`` was called. Kernels start
-without it, so a notebook can import the modules next to it.
+The server starts with ``-P``: it never imports from the folder in which ``amplab lab`` was called. Kernels start with
+it, too, by the kernel spec in ``jupyter/data``; Jupyter's own would look for the kernel in the notebook's folder first.
+Once a kernel has started, this folder is the last one on `sys.path`: a notebook can import the modules next to it, and
+none of them hides a module that is installed. The lab's cell runs by itself only where there are no such modules.
 """
 
 import importlib.util
@@ -136,11 +138,15 @@ def lab_environment(
     environment: Mapping[str, str], *, app: bool = False, progress: Path | None = None
 ) -> dict[str, str]:
     """Return `environment` with the lab's default settings after the user's, and this interpreter's kernel first."""
-    paths = [environment.get("JUPYTER_CONFIG_PATH", ""), str(SETTINGS)]
+
+    def then(name: str, last: Path) -> str:
+        return os.pathsep.join(path for path in (environment.get(name, ""), str(last)) if path)
+
     return {
         "JUPYTER_PREFER_ENV_PATH": "1",
         **environment,
-        "JUPYTER_CONFIG_PATH": os.pathsep.join(path for path in paths if path),
+        "JUPYTER_CONFIG_PATH": then("JUPYTER_CONFIG_PATH", SETTINGS),
+        "JUPYTER_PATH": then("JUPYTER_PATH", SETTINGS / "data"),
         HIDDEN_SOURCES: "1" if app else "",
         **({} if progress is None else {PROGRESS: str(progress)}),
     }

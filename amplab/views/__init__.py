@@ -8,6 +8,7 @@ The files of the dashboard, by part::
 
     parts                   its widgets: their traits, their front end, and the listener for the page's messages
     *_payload, controls     build the values of the traits
+    messages                what the page may send to each part; anything else is refused
     take_away               the files of the menu "Export"
     presenter               decides when the traits change
     tabs                    the tabs below the charts, each with its payload; `tabs/tab.py` says how to add one

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import asdict, dataclass
 
-__all__ = ["Notice", "NoticeBoard", "failure", "offer", "saved_offer"]
+__all__ = ["Notice", "NoticeBoard", "failure", "offer", "refused_message", "saved_offer"]
 
 KEPT = 4
 """Notices on the board at once; the oldest is removed for a new one."""
@@ -53,6 +53,12 @@ def failure(text: str, *, fatal: bool = False, damaged: bool = False, attempted:
         title = "Training has failed" if fatal else "The run continues with a damaged model"
     choices = (("reset", "Reset the run"), DISMISS) if fatal or damaged else (DISMISS,)
     return Notice("error", title, first, rest.strip(), choices, of_run=fatal or damaged or attempted)
+
+
+def refused_message(why: str) -> Notice:
+    """Return the notice of a message of the page that was not carried out."""
+    text = f"{why} Nothing was changed. If a click causes this, reload the page: it is of another version of amplab."
+    return Notice("note", "A message of this page was refused", text)
 
 
 def offer(running: str, steps: int, state: str, wanted: str | None) -> Notice:

@@ -19,7 +19,8 @@ from amplab.policies import cpu_half_mode
 from amplab.views.controls import act, controls_payload
 from amplab.views.gallery import GalleryDesk, gallery_titles
 from amplab.views.live_payload import modes_line, summary
-from amplab.views.notice_board import Notice, NoticeBoard, failure, offer, saved_offer
+from amplab.views.messages import refusal
+from amplab.views.notice_board import Notice, NoticeBoard, failure, offer, refused_message, saved_offer
 from amplab.views.parts import Controls, Gallery, LiveView, Message, Notices, Panels, StatusLine, TakeAway
 from amplab.views.status import Status
 from amplab.views.tabs import TABS
@@ -76,13 +77,13 @@ class Presenter:
         self._overlaying = Pace(SLOW, self._ticker.wake)
         self._tabs = {each.name: each(self) for each in TABS}
         self.parts = Parts(
-            notices=Notices(self._queued(self._on_notice)),
-            gallery=Gallery(self._queued(self._on_gallery), scenarios=gallery_titles()),
-            controls=Controls(self._queued(self._on_control), shown=self._controls()),
-            status=StatusLine(self._queued(lambda _: self._on_status())),
-            live=LiveView(self._ticker.wake, self._queued(self._on_live)),
-            take_away=TakeAway(self._queued(self._on_take_away)),
-            panels=Panels(self._queued(self._on_panels), [(each.name, each.label) for each in TABS]),
+            notices=Notices(self._queued("notices", self._on_notice)),
+            gallery=Gallery(self._queued("gallery", self._on_gallery), scenarios=gallery_titles()),
+            controls=Controls(self._queued("controls", self._on_control), shown=self._controls()),
+            status=StatusLine(self._queued("status", lambda _: self._on_status())),
+            live=LiveView(self._ticker.wake, self._queued("live", self._on_panels)),
+            take_away=TakeAway(self._queued("take_away", self._on_take_away)),
+            panels=Panels(self._queued("panels", self._on_panels), [(each.name, each.label) for each in TABS]),
         )
         self._status = Status(trainer, self._ticker.wake, lambda shown: self.parts.status.set_trait("shown", shown))
         self.parts.panels.observe(lambda change: self._ticker.call(lambda: self._on_tab(change["new"])), "tab")
@@ -133,8 +134,18 @@ class Presenter:
 
     # In other threads
 
-    def _queued(self, answer: Callable[[Message], None]) -> Callable[[Message], None]:
-        return lambda message: self._ticker.call(lambda: answer(message))
+    def _queued(self, part: str, answer: Callable[[Message], None]) -> Callable[[Message], None]:
+        """Return the listener of a part: it queues the answer to a sound message, of selections the last one's."""
+
+        def listen(message: Message) -> None:
+            if (why := refusal(part, message)) is not None:
+                self._ticker.call(lambda: self._put(refused_message(why)))
+            elif message["type"] == "select":
+                self._ticker.call_latest("select", lambda: answer(message))
+            else:
+                self._ticker.call(lambda: answer(message))
+
+        return listen
 
     def _hear(self, event: Event) -> None:
         """Receive an event in the trainer's thread, at every step."""
@@ -250,9 +261,6 @@ class Presenter:
         else:
             self.parts.take_away.send({"kind": "answer", "text": take_setting(self._trainer, message["text"])})
 
-    def _on_live(self, message: Message) -> None:
-        self.select(message["step"])
-
     def _on_panels(self, message: Message) -> None:
         if message["type"] == "select":
             self.select(message["step"])
@@ -261,8 +269,9 @@ class Presenter:
             self._ticker.wake()
 
     def _on_tab(self, tab: str) -> None:
-        self._tabs[tab].on_open()
-        self._ticker.wake()
+        if tab in self._tabs:  # the page writes it
+            self._tabs[tab].on_open()
+            self._ticker.wake()
 
     def _offer(self, wanted: ExperimentConfig | None) -> None:
         trainer = self._trainer

@@ -29,6 +29,8 @@ from amplab.lab.tasks import score_named
 from amplab.lab.watched_run import NO_LEVEL
 from amplab.policies import cpu_half_mode
 from amplab.views.live_payload import modes_line, summary
+from amplab.views.messages import refusal
+from amplab.views.notice_board import refused_message
 from amplab.views.parts import LiveView, Message, Panels, TakeAway, close_inside
 from amplab.views.tabs.dtypes import DtypesTab
 from amplab.views.tabs.dtypes_payload import TracedLevel, dtypes_payload
@@ -160,13 +162,23 @@ class RunView(ipywidgets.VBox):  # type: ignore[misc]  # ipywidgets has no types
         return bool(self._live.is_open and self.panels.tab == tab)
 
     def _on_message(self, message: Message) -> None:
+        if self._refuses("panels", message):
+            return
         if message["type"] == "select":
-            self._ticker.call(lambda: self.select(message["step"]))
-        elif message.get("tab") == ScaleTab.name:
+            self._ticker.call_latest("select", lambda: self.select(message["step"]))
+        elif message["tab"] == ScaleTab.name:
             self._ticker.call(lambda: self._scale.on_message(message))
 
     def _on_take_away(self, message: Message) -> None:
-        self._ticker.call(lambda: self._take_away.send(file_of(self.run, message["kind"])))
+        if not self._refuses("take_away", message) and message["type"] == "file":
+            self._ticker.call(lambda: self._take_away.send(file_of(self.run, message["kind"])))
+
+    def _refuses(self, part: str, message: Message) -> bool:
+        """Return whether a message of the page is none, and say so."""
+        why = refusal(part, message)
+        if why is not None:
+            self._ticker.call(lambda: self._show_failure(refused_message(why).text))
+        return why is not None
 
     def select(self, step: int | None) -> None:
         """Select a step in the charts and in every tab; None selects nothing."""

@@ -33,13 +33,14 @@ class Ticker:
 
     Args:
         tick: Draws what changed.
-        on_failure: Receives the traceback of a tick or a job that raised; the thread continues.
+        on_failure: Receives the traceback of a tick or a job that raised, whatever it raised; the thread continues.
         period: Seconds.
     """
 
     def __init__(self, tick: Job, *, on_failure: Callable[[str], None], period: float = PERIOD) -> None:
         self._tick, self._on_failure, self._period = tick, on_failure, period
         self._jobs: SimpleQueue[Job | None] = SimpleQueue()
+        self._latest: dict[str, Job] = {}  # the jobs of `call_latest` that wait
         self._awake = self._closed = False
         self._lock = threading.Lock()  # guards the thread
         self._thread: threading.Thread | None = None
@@ -55,6 +56,18 @@ class Ticker:
         with self._lock:
             if not self._closed:
                 self._put(job)
+
+    def call_latest(self, name: str, job: Job) -> None:
+        """Run `job` as `call` does; if one of this name waits, in its place."""
+        with self._lock:
+            is_waiting, self._latest[name] = name in self._latest, job
+        if not is_waiting:
+            self.call(lambda: self._run_latest(name))
+
+    def _run_latest(self, name: str) -> None:
+        with self._lock:
+            job = self._latest.pop(name)
+        job()
 
     def close(self, *, wait: float = 1.0) -> None:
         """End the thread after the jobs queued so far; wait for it at most `wait` seconds, unless called from it."""
@@ -95,8 +108,14 @@ class Ticker:
     def _guard(self, job: Job) -> None:
         try:
             job()
-        except Exception:  # noqa: BLE001 - any error is shown, and the lab continues
-            self._on_failure(traceback.format_exc())
+        except BaseException:  # noqa: BLE001 - also sys.exit() in the repr of a model: it is shown, the lab continues
+            self._report(traceback.format_exc())
+
+    def _report(self, text: str) -> None:
+        try:
+            self._on_failure(text)
+        except BaseException:  # noqa: BLE001 - nobody is left to tell
+            traceback.print_exc()
 
 
 class Pace:

@@ -147,3 +147,26 @@ def test_the_app_shows_the_lesson_and_the_lab_without_sources(
         page.page.locator(".amp-dashboard").wait_for(timeout=90_000)
         expect(page.page.locator(".jp-CodeCell .jp-Cell-inputWrapper").locator("visible=true")).to_have_count(0)
         expect(page.page.locator(".jp-MarkdownCell").first).to_be_visible()
+
+
+def test_a_folder_with_python_modules_runs_nothing_by_itself(
+    browser: Browser, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    folder = tmp_path_factory.mktemp("planted")
+    (folder / "lessons").mkdir()
+    ran = folder / "ran"
+    for name in ("torch", "IPython", "ipykernel_launcher", "json", "triton"):
+        (folder / "lessons" / f"{name}.py").write_text(f"open({str(ran)!r}, 'a').write('{name} ')\nraise ImportError\n")
+    with running_amplab_lab(folder) as server, sound_page(server, browser) as page:
+        page.page.goto(server.url(LESSON))
+        expect(page.page.locator(".amplab-not-opened")).to_contain_text("IPython, ipykernel_launcher", timeout=90_000)
+        page.wait_until_idle()
+        assert not ran.exists()
+        expect(page.page.locator(".amp-dashboard")).to_have_count(0)
+        page.run_all()
+        page.page.locator(".amp-dashboard").wait_for(timeout=90_000)
+        expect(page.page.locator(".amplab-not-opened")).to_have_count(0)
+        found = ran.read_text().split() if ran.exists() else []
+        assert not {"torch", "IPython", "ipykernel_launcher", "json"} & set(found), (
+            "they hide nothing that is installed"
+        )

@@ -13,8 +13,10 @@ import pytest
 import torch
 
 from amplab.lab import TASKS, Experiment, ExperimentConfig, Failed, Trainer, checkpoints, load_run
-from amplab.lab.checkpoints import KEPT, Checkpoint, last_checkpoint
+from amplab.lab.checkpoints import KEPT, Checkpoint, checkpoint_of_launch, last_checkpoint
 from amplab.lab.levels import LEVELS
+from amplab.lab.run_log.writer import RunLog
+from amplab.parallel.ranks import Rank
 
 SMALL = ExperimentConfig(hidden=16)
 STORY = """
@@ -214,3 +216,28 @@ def test_a_checkpoint_that_cannot_be_written_is_reported_once_and_the_run_goes_o
     assert len(trainer.history) == 2
     (told,) = ear.of(Failed)
     assert "a restarted kernel cannot continue it" in told.text
+
+
+def run_of_launch(folder: Path, name: str, launch: str) -> Path:
+    """Write the log and the checkpoint of rank 0; return the checkpoint."""
+    log = folder / name / "rank-0.jsonl"
+    RunLog(log, SMALL, rank=Rank(0, 2, launch)).close()
+    experiment = Experiment(SMALL)
+    experiment.step()
+    path = log.with_suffix(".checkpoint")
+    experiment.save(path, {"log_bytes": log.stat().st_size, "saved": datetime.now().isoformat()})
+    return path
+
+
+def test_other_runs_that_are_damaged_do_not_keep_ranks_from_starting_again(tmp_path: Path) -> None:
+    own = run_of_launch(tmp_path, "own", "this")
+    run_of_launch(tmp_path, "without log", "other").with_suffix(".jsonl").unlink()
+    run_of_launch(tmp_path, "damaged", "other").with_suffix(".jsonl").write_text("no log\n")
+    (tmp_path / "folder" / "rank-0.jsonl").mkdir(parents=True)
+    (tmp_path / "folder" / "rank-0.checkpoint").write_text("")
+    found = checkpoint_of_launch(tmp_path, Rank(1, 2, "this"))
+    assert found is not None
+    assert (found.path, found.step) == (own, 1)
+    assert checkpoint_of_launch(tmp_path, Rank(1, 2, "a third")) is None
+    with pytest.raises(ValueError, match="2 ranks"):
+        checkpoint_of_launch(tmp_path, Rank(1, 3, "this"))

@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from amplab.amp.run_state.file_format import read_run_state
+from amplab.cli import main
 from amplab.lab import Experiment, ExperimentConfig, load_run, rank_exchange
 from amplab.lab.checkpoints import Checkpoint
 from amplab.lab.rank_exchange import RankExchange
@@ -277,3 +278,16 @@ def stopped_for_a_while(rank: int, folder: Path, stopped: int) -> int:
 def test_a_rank_that_does_not_answer_is_told_while_the_others_wait(tmp_path, stopped):
     assert run_ranks(stopped_for_a_while, tmp_path, stopped) == [130, 130]
     assert load_run(tmp_path / "run").differences == ()
+
+
+@pytest.mark.parametrize(
+    ("rank", "world_size", "named"),
+    [("x", "y", "WORLD_SIZE=y"), ("x", "2", "RANK=x"), ("2", "2", "RANK=2"), ("-1", "2", "RANK=-1")],
+)
+def test_variables_of_no_launcher_are_refused_by_name(monkeypatch, capsys, rank, world_size, named):
+    monkeypatch.setenv("RANK", rank)
+    monkeypatch.setenv("WORLD_SIZE", world_size)
+    assert main(["train", "--steps=1", "--hidden=4"]) == 2
+    said = capsys.readouterr().err
+    assert f"{named}: expected" in said
+    assert said.count("\n") == 1

@@ -8,12 +8,15 @@ import signal
 import subprocess
 import sys
 import time
+import tracemalloc
 from pathlib import Path
 
 import pytest
 import torch
 
 import amplab
+from amplab.amp.run_state.paths import given_path
+from amplab.cli import main
 from amplab.formats import exponent_histogram
 from amplab.lab import ExperimentConfig, GradientSample, RunLog, StepRecord, Trainer, load_run, runs_directory
 from amplab.lab.events import MixedScales
@@ -22,6 +25,7 @@ from amplab.lab.history import row_of
 from amplab.lab.run_log import check_writable, free_path, new_path
 from amplab.lab.run_store import RunStore
 from amplab.lab.watched_run import WatchedRun
+from amplab.launch import LaunchError, lessons_directory
 from amplab.parallel.ranks import Rank
 
 CONFIG = ExperimentConfig(seed=3)
@@ -419,3 +423,70 @@ def test_a_killed_process_leaves_a_log_that_loads(tmp_path):
     assert len(steps) >= 200
     last_second = run.history.rate()  # what was not flushed is less than a quarter of a second of steps
     assert int(told[-1]) - len(steps) <= 0.25 * last_second + 1
+
+
+@pytest.mark.parametrize("size", [2**27, 2**35])
+def test_a_line_without_end_is_refused_and_never_read_whole(path, size):
+    """The file is sparse: it takes no space on the disk."""
+    before = path.stat().st_size
+    os.truncate(path, size)
+    tracemalloc.start()
+    try:
+        with pytest.raises(ValueError, match=f"a line of more than 16 MB after the first {before} bytes"):
+            load_run(path)
+        assert tracemalloc.get_traced_memory()[1] < 2**26
+    finally:
+        tracemalloc.stop()
+
+
+def test_a_long_line_is_read(path):
+    whole = path.read_text().splitlines(keepends=True)
+    note = json.dumps({"event": "later", "step": 3, "text": "x" * 10**6}) + "\n"
+    path.write_text("".join([*whole[:4], note, *whole[4:]]))
+    assert len(load_run(path).history) == len(RECORDS)
+
+
+def test_a_name_that_no_rank_has_is_no_log_of_the_run(tmp_path):
+    for rank in (0, 1):
+        log = RunLog(tmp_path / f"rank-{rank}.jsonl", CONFIG, rank=Rank(rank, 2, "launch"))
+        log.append(RECORDS[0])
+        log.close()
+    for name in ("rank-01.jsonl", "rank-١.jsonl", "rank--1.jsonl"):
+        (tmp_path / name).write_bytes((tmp_path / "rank-1.jsonl").read_bytes()[:-20])
+    run = load_run(tmp_path)
+    assert [each.path.name for each in run.ranks] == ["rank-0.jsonl", "rank-1.jsonl"]
+
+
+def test_a_line_of_another_program_is_told_at_once_and_once(tmp_path):
+    told: list[str] = []
+    store = RunStore(CONFIG, log=tmp_path, on_failure=told.append)
+    store.append(RECORDS[0])
+    assert store.log_path is not None
+    with store.log_path.open("a") as file:
+        file.write("a line of another program\n")
+    for record in RECORDS[1:]:
+        store.append(record)
+        store.flush()
+    assert len(told) == 1
+    assert str(store.log_path) in told[0]
+    store.close()
+    lines = [line for line in store.log_path.read_text().splitlines() if not line.startswith("a line of")]
+    store.log_path.write_text("\n".join(lines) + "\n")
+    assert len(load_run(store.log_path).history) == len(RECORDS)
+
+
+@pytest.mark.skipif(os.name != "posix", reason="HOME")
+def test_a_home_that_is_a_relative_path_is_refused_and_nothing_is_written(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HOME", "relative")
+    monkeypatch.delenv("AMPLAB_RUNS")
+    monkeypatch.delenv("AMPLAB_LESSONS", raising=False)
+    with pytest.raises(ValueError, match="HOME=relative"):
+        runs_directory()
+    with pytest.raises(ValueError, match="HOME=relative"):
+        given_path("~/run.pt")
+    with pytest.raises(LaunchError, match="HOME=relative"):
+        lessons_directory()
+    assert main(["train", "--steps=1", "--hidden=4"]) == 2
+    assert list(tmp_path.iterdir()) == []
+    assert given_path("relative/run.pt") == Path("relative/run.pt")

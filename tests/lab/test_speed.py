@@ -6,6 +6,7 @@ from dataclasses import replace
 import pytest
 
 from amplab.lab import ConfigChanged, ExperimentConfig, StateChanged, StepRecord, Trainer
+from amplab.lab.trainer import LOWEST_SPEED
 
 SMALL = ExperimentConfig(hidden=16)
 
@@ -90,3 +91,18 @@ def test_the_speed_is_kept_by_a_reset(trainer):
     trainer.reset()
     assert trainer.wait(10)
     assert trainer.speed == 5
+
+
+@pytest.mark.parametrize("speed", [1e-11, 5e-324, 0, -1, float("nan"), float("inf"), 10**400, True, "5"])
+def test_a_speed_that_makes_no_sense_is_refused(trainer, speed):
+    with pytest.raises(ValueError, match="speed="):
+        trainer.set_speed(speed)
+    assert trainer.speed is None
+
+
+def test_the_lowest_speed_takes_a_step_and_ends_with_the_next_control(trainer, until):
+    trainer.set_speed(LOWEST_SPEED)
+    trainer.start()
+    until(lambda: len(trainer.history) == 1)
+    trainer.set_speed(None)
+    until(lambda: len(trainer.history) > 3)

@@ -5,12 +5,15 @@ import os
 import subprocess
 import sys
 import threading
+import time
 import weakref
 
 import pytest
 import torch
 
 from amplab.lab import ExperimentConfig, Failed, StepRecord, TraceReady, Trainer, load_run
+from amplab.lab.own_task import register_own
+from amplab.lab.worker import Worker
 
 SMALL = ExperimentConfig(hidden=16)
 
@@ -95,3 +98,71 @@ def test_an_interrupt_pauses_at_a_boundary_and_python_ends_cleanly(tmp_path):
     run = load_run(path)
     assert not run.truncated
     assert run.history.column("step").tolist() == list(range(len(run.history)))
+
+
+def new_worker(errors, *, seconds_left=lambda: 0.0, wanted=()):
+    return Worker(step=lambda: None, is_wanted=lambda: bool(wanted), on_error=errors.append, seconds_left=seconds_left)
+
+
+def test_a_step_that_is_due_in_a_million_years_ends_no_thread():
+    errors, wanted = [], [True]
+    worker = new_worker(errors, seconds_left=lambda: 3e13, wanted=wanted)
+    worker.wake()
+    time.sleep(0.05)
+    assert worker.ask(lambda: "answer") == "answer"
+    wanted.clear()
+    assert worker.wait(10)
+    assert not errors
+
+
+def test_what_its_owner_raises_while_it_waits_is_reported_and_ends_no_thread():
+    errors = []
+
+    def seconds_left():
+        wanted.clear()
+        sys.exit("at the wait")
+
+    wanted = [True]
+    worker = new_worker(errors, seconds_left=seconds_left, wanted=wanted)
+    worker.wake()
+    assert worker.wait(10)
+    assert worker.ask(lambda: 1) == 1
+    assert "at the wait" in errors[0]
+
+
+def test_a_thread_that_has_died_is_started_again():
+    worker = new_worker([])
+    worker._thread = threading.Thread(target=lambda: None)
+    worker._thread.start()
+    worker._thread.join()
+    answers = []
+    worker.post(lambda: answers.append(1))
+    assert worker.wait(10)
+    assert answers == [1]
+
+
+@pytest.mark.parametrize("kind", [SystemExit, KeyboardInterrupt, GeneratorExit])
+def test_whatever_a_model_raises_fails_the_run_which_a_reset_begins_again(kind):
+    class Model(torch.nn.Linear):
+        raises = False
+
+        def forward(self, x):
+            if self.raises and torch.is_grad_enabled():
+                raise kind("from the model")
+            return super().forward(x)
+
+    data = [(torch.randn(8, 4), torch.randint(0, 2, (8,)))]
+    model = Model(4, 2)
+    trainer = Trainer(ExperimentConfig(task=register_own(model, data, loss=torch.nn.functional.cross_entropy)))
+    Model.raises = True
+    with pytest.raises(RuntimeError, match="from the model"):
+        trainer.run(3)
+    assert trainer.state == "failed"
+    Model.raises = False
+    trainer.reset()
+    assert len(trainer.run(3)) == 3
+    Model.raises = True
+    trainer.request_trace()
+    trainer.compare(steps=1)
+    assert trainer.wait(60)
+    assert (trainer.state, trainer.comparison) == ("paused", None)

@@ -56,6 +56,39 @@ def test_command_opens_one_document_on_this_machine(lessons: Path) -> None:
     assert not [word for word in plan.command if "port" in word or "token" in word]
 
 
+def test_a_kernel_starts_without_its_folder_and_then_has_it_last(tmp_path: Path) -> None:
+    ran = tmp_path / "ran"
+    (tmp_path / "folder").mkdir()
+    for name in ("torch", "IPython", "ipykernel_launcher", "json", "debugpy", "pkgutil"):
+        (tmp_path / "folder" / f"{name}.py").write_text(f"open({str(ran)!r}, 'a').write('{name} ')\n")
+    (tmp_path / "folder" / "mine.py").write_text("NUMBER = 7\n")
+    code = "import mine, subprocess, sys, torch; print(mine.NUMBER, torch.ones(1).item(), sys.path[-1] == '')"
+    plain = "print(subprocess.call([sys.executable, '-c', 'import mine']))"  # a process that a notebook starts
+    environment = {**lab_environment(os.environ), "HOME": str(tmp_path), "IPYTHONDIR": str(tmp_path / "ipython")}
+    command = [sys.executable, "-P", "-c", RUN_IN_KERNEL, str(tmp_path / "folder"), f"{code}; {plain}"]
+    done = subprocess.run(
+        command, env=environment, cwd=tmp_path, capture_output=True, text=True, timeout=120, check=True
+    )
+    assert done.stdout.split() == ["7", "1.0", "True", "0"]
+    assert not ran.exists()
+
+
+RUN_IN_KERNEL = """
+import sys
+from jupyter_client.manager import KernelManager
+manager = KernelManager(kernel_name="python3")
+manager.start_kernel(cwd=sys.argv[1])
+client = manager.client()
+client.start_channels()
+try:
+    client.wait_for_ready(timeout=60)
+    client.execute_interactive(sys.argv[2], timeout=60)
+finally:
+    client.stop_channels()
+    manager.shutdown_kernel(now=True)
+"""
+
+
 def test_kernels_know_where_the_progress_is_kept(lessons: Path) -> None:
     (lessons / "zh").mkdir()
     plan = plan_launch(lessons / "zh" / "03_loss_scale.ipynb", folder=lessons)

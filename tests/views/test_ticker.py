@@ -1,5 +1,6 @@
 """The ticker: at most one tick a period, none missed after the last change, and errors do not end it."""
 
+import sys
 import threading
 import time
 from itertools import pairwise
@@ -101,3 +102,20 @@ def test_what_is_in_a_hurry_is_drawn_at_once() -> None:
     assert not pace.is_due(2)
     pace.hurry()
     assert pace.is_due(2)
+
+
+def test_whatever_a_job_or_the_report_of_it_raises_the_thread_goes_on(until, capsys) -> None:
+    done: list[int] = []
+    failures: list[str] = []
+
+    def on_failure(text: str) -> None:
+        failures.append(text)
+        sys.exit("the notice")
+
+    ticker = Ticker(lambda: None, on_failure=on_failure)
+    ticker.call(lambda: sys.exit("the job"))
+    ticker.call(lambda: done.append(1))
+    until(lambda: done == [1])
+    ticker.close()
+    assert "SystemExit: the job" in failures[0]
+    assert "SystemExit: the notice" in capsys.readouterr().err

@@ -125,7 +125,8 @@ def _refuse_damage(path: Path) -> None:
             raise RunStateError(f"{path} {what}: expected a file of save_run_state; load another checkpoint.")
         try:
             with zipfile.ZipFile(file) as archive:
-                damaged = archive.testzip()
+                compressed = _compressed(archive)
+                damaged = None if compressed else archive.testzip()
         except Exception as error:  # altered bytes can raise anything in zipfile
             if _is_of_disk(error):
                 raise
@@ -133,11 +134,22 @@ def _refuse_damage(path: Path) -> None:
                 f"{path} is truncated at {path.stat().st_size} bytes or damaged ({error}). It cannot be repaired: "
                 "load an earlier checkpoint, or copy the file again from an intact source."
             ) from None
+    if compressed:
+        raise RunStateError(
+            f"{path} is compressed ({compressed[0]}): expected a file of save_run_state, which stores every entry as "
+            "it is, so that reading it takes no more memory than its size. Load another checkpoint."
+        )
     if damaged is not None:
         raise RunStateError(
             f"{path} is damaged: the bytes of {damaged} do not match their checksum. It cannot be repaired: load an "
             "earlier checkpoint, or copy the file again from an intact source."
         )
+
+
+def _compressed(archive: zipfile.ZipFile) -> list[str]:
+    """Return the names of the entries that hold more than their bytes in the file."""
+    entries = archive.infolist()
+    return [each.filename for each in entries if each.compress_type or each.compress_size != each.file_size]
 
 
 def _is_of_disk(error: Exception) -> bool:

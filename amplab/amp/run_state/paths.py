@@ -36,7 +36,8 @@ def given_path(path: Any, argument: str = "path") -> Path:
 
     Raises:
         TypeError: something else than a path.
-        ValueError: an empty path, one with a NUL character, or with ``~`` and a user that does not exist.
+        ValueError: an empty path, one with a NUL character, or with ``~`` and a user that does not exist; HOME is a
+            relative path.
         OSError: a name that is too long, or a link that leads back to itself.
 
     >>> given_path("runs/one.jsonl").as_posix()
@@ -55,6 +56,11 @@ def given_path(path: Any, argument: str = "path") -> Path:
         raise ValueError(
             f"{argument}={text!r}: this system has no home folder of {user[1:] or 'this user'}; expected ~/{rest}, or "
             f"./{text} for a folder whose name begins with ~."
+        )
+    if home != text and not os.path.isabs(home):
+        raise ValueError(
+            f"{argument}={text!r}: HOME={os.environ.get('HOME')} is a relative path; set HOME to an absolute one, or "
+            "give a path without ~."
         )
     try:
         os.stat(home)

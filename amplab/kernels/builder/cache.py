@@ -191,10 +191,10 @@ def _roots() -> list[_Root]:
         value = os.environ.get(variable, "")
         if os.path.isabs(value):  # a relative one is invalid (XDG Base Directory Specification)
             return [_Root(Path(value) / "amplab" / "kernels", own=2), fallback]
-    try:
-        return [_Root(Path.home() / ".cache" / "amplab" / "kernels", own=2), fallback]
-    except RuntimeError:  # no home
-        return [fallback]
+    with suppress(RuntimeError):  # no home
+        if (home := Path.home()).is_absolute():
+            return [_Root(home / ".cache" / "amplab" / "kernels", own=2), fallback]
+    return [fallback]
 
 
 def _user() -> str:

@@ -7,7 +7,19 @@ import math
 import sys
 from typing import Any, TypeGuard
 
-__all__ = ["is_count", "is_number", "json_line", "json_number", "read_json", "read_number", "refuse_constant"]
+__all__ = [
+    "LONGEST_LINE",
+    "is_count",
+    "is_number",
+    "json_line",
+    "json_number",
+    "read_json",
+    "read_number",
+    "refuse_constant",
+]
+
+LONGEST_LINE = 2**24
+"""Bytes of a line; the longest ones of a real run, the states of ranks, have some hundred thousand."""
 
 _MOST = 2**53  # whole numbers up to here are exact as float64, in which charts take them
 

@@ -20,9 +20,8 @@ Created = TypeVar("Created")
 
 
 def runs_directory() -> Path:
-    """Return the folder of run logs: $AMPLAB_RUNS, else ~/.amplab/runs."""
-    named = os.environ.get("AMPLAB_RUNS")
-    return given_path(named, "AMPLAB_RUNS") if named else Path.home() / ".amplab" / "runs"
+    """Return the folder of run logs: $AMPLAB_RUNS, else ~/.amplab/runs. Raises: ValueError, if there is no home."""
+    return given_path(os.environ.get("AMPLAB_RUNS") or "~/.amplab/runs", "AMPLAB_RUNS")
 
 
 def new_path(directory: Path, config: ExperimentConfig | WatchedRun) -> Path:

@@ -53,7 +53,7 @@ __all__ = [
 EQUAL_COLUMNS = ("loss_scale", "next_loss_scale", "skipped", "opt_level")
 """The columns that are equal on every rank in a run that goes well."""
 
-_NAME = re.compile(r"rank-(\d+)\.jsonl")
+_NAME = re.compile(r"rank-(0|[1-9][0-9]*)\.jsonl")  # as `rank_log` names it: rank-01.jsonl is none of the run
 _ELSEWHERE = ("other-rank", "once")  # kinds of explanations of a rank that was finite
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from dataclasses import fields, replace
+from io import BytesIO
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -18,7 +19,7 @@ from amplab.lab.events import GradientSample, MixedScales, StepRow
 from amplab.lab.history import COLUMNS, History
 from amplab.lab.run_log.event_lines import Event, read_event
 from amplab.lab.run_log.header import COLUMNS_OF, LONGEST_HEADER, open_log, read_config, read_header
-from amplab.lab.run_log.json_lines import read_json
+from amplab.lab.run_log.json_lines import LONGEST_LINE, read_json
 from amplab.lab.run_log.paths import runs_directory
 from amplab.lab.run_log.ranks import joined, rank_log, rank_logs
 from amplab.lab.run_log.run import Run
@@ -42,8 +43,8 @@ def load_run(path: str | os.PathLike[str]) -> Run:
 
     Raises:
         TypeError: Not a path.
-        ValueError: Not a run log, one of another format version, or one with a damaged line before the last; a pipe or
-            a device.
+        ValueError: Not a run log, one of another format version, or one with a damaged line before the last or a line
+            of more than `LONGEST_LINE` bytes; a pipe or a device.
         OSError: The file cannot be read (FileNotFoundError if it does not exist).
     """
     path = given_path(path)
@@ -178,7 +179,16 @@ def _numbered_entries(
 
 def _next_lines(file: BinaryIO) -> list[bytes]:
     """Return some lines. One without an end is the last, even if the process that writes it adds to it meanwhile."""
-    lines = file.readlines(_BATCH)
+    read = file.read(_BATCH)
+    if read and not read.endswith(b"\n"):
+        read += file.readline(LONGEST_LINE)
+        if len(read) > LONGEST_LINE and not read.endswith(b"\n"):
+            place = file.tell() - len(read) + read.rfind(b"\n") + 1
+            raise ValueError(
+                f"{file.name}: a line of more than {LONGEST_LINE >> 20} MB after the first {place} bytes; expected "
+                "shorter lines. To load the steps before it, delete it and all lines after it."
+            )
+    lines = BytesIO(read).readlines()
     ends = (place for place, line in enumerate(lines, 1) if not line.endswith(b"\n"))
     return lines[: next(ends, len(lines))]
 

@@ -64,6 +64,9 @@ class RunLog:
         is_continued: Whether `path` is the closed log of the same run, which is continued.
         rank: This process, of several that train together.
 
+    Attributes:
+        is_mixed: Whether another program has written to the file since it was opened; no reader understands its lines.
+
     Raises:
         OSError: The file cannot be created or written (FileExistsError if it exists and is not continued).
     """
@@ -80,7 +83,7 @@ class RunLog:
         self._config, self._is_continued, self._rank = config, is_continued, rank
         self._process = os.getpid()
         self._file: FileIO | None = None  # until a full disk has space for it
-        self._is_closed = False
+        self._is_closed = self.is_mixed = False
         self._pending: list[str] = []  # lines that are not in the file yet
         self._written: int | None = None  # the last step in the file
         self._size = 0  # of the file, up to its last whole line
@@ -192,6 +195,7 @@ class RunLog:
         if self._is_torn and found.st_size > self._size:
             file.truncate(self._size)
             return self._size
+        self.is_mixed = self.is_mixed or found.st_size > self._size
         return found.st_size
 
     def _write_lines(self, file: FileIO, data: bytes, end: int) -> tuple[int, OSError | None]:

@@ -132,3 +132,15 @@ def test_a_missing_file_and_a_missing_folder_are_named(tmp_path):
         amp.load_run_state(tmp_path / "nowhere" / "run.pt")
     with pytest.raises(FileNotFoundError, match=r"of run\.pt does not exist"):
         amp.save_run_state(tmp_path / "nowhere" / "run.pt")
+
+
+def test_a_compressed_file_is_refused_before_it_is_unpacked(path):
+    """64 MB of zeros fit into 70 kB."""
+    torch.save({"amplab_run_state": 1, "zeros": torch.zeros(2**24)}, path)
+    small = path.with_name("small.pt")
+    with zipfile.ZipFile(path) as whole, zipfile.ZipFile(small, "w", zipfile.ZIP_DEFLATED) as packed:
+        for entry in whole.infolist():
+            packed.writestr(entry.filename, whole.read(entry))
+    assert small.stat().st_size < 2**20
+    with pytest.raises(amp.RunStateError, match=r"small\.pt is compressed"):
+        amp.load_run_state(small, model=network())

@@ -2,13 +2,16 @@
 // the dashboard into view when all cells have run, and hides the sources where the server says so (`amplab lab --app`).
 //
 // It runs one cell with one known source, in a lesson that the server names, whose outputs are all trusted (signed),
-// and only while the kernel has no lab on this page. It never changes a source and never saves.
+// only while the kernel has no lab on this page, and only in a folder without Python modules: the cell could import
+// them, and nobody has asked for that yet. It never changes a source and never saves.
 
 (() => {
   const CELL = "the-lab";
   const SOURCE = "import amplab.lab\n\nlab = amplab.lab.open()\nlab";
   const WIDGET = "application/vnd.jupyter.widget-view+json";
   const HAS_LAB = "'amplab.lab' in __import__('sys').modules and __import__('amplab.lab').lab.active() is not None";
+  const IMPORTABLE = "','.join(sorted({m.name for m in __import__('pkgutil').iter_modules(['.', "
+    + "*(d.name for d in __import__('os').scandir() if d.name.isidentifier() and d.is_dir())])}))";
   const OPENING = "amplab-opening"; // class of a notebook in which the lab may open by itself
   const REDRAWN_MS = 4000; // within which the widgets of a reloaded page are there again
 
@@ -26,10 +29,24 @@
     return known && code.every((each) => each.model.trusted) ? cell : null;
   }
 
-  async function kernelHasLab(kernel) {
-    const content = { code: "", silent: true, store_history: false, user_expressions: { lab: HAS_LAB } };
-    const reply = await kernel.requestExecute(content).done;
-    return reply.content.user_expressions?.lab?.data?.["text/plain"] === "True";
+  /** Whether the kernel has a lab, and the Python modules in its folder; null if it does not say. */
+  async function askKernel(kernel) {
+    const content = { code: "", silent: true, store_history: false, user_expressions: { lab: HAS_LAB, modules: IMPORTABLE } };
+    const told = (await kernel.requestExecute(content).done).content.user_expressions;
+    const modules = told?.modules?.data?.["text/plain"];
+    return { hasLab: told?.lab?.data?.["text/plain"] === "True", modules: modules?.slice(1, -1).split(",").filter(Boolean) ?? null };
+  }
+
+  /** Say above the outputs of a cell why it does not run by itself, until it runs. */
+  function explain(cell, modules) {
+    const line = document.createElement("div");
+    line.className = "amplab-not-opened";
+    line.setAttribute("role", "status");
+    const names = modules.slice(0, 5).join(", ") + (modules.length > 5 ? ` and ${modules.length - 5} more` : "");
+    line.textContent = `The lab did not start by itself: this folder holds Python modules (${names}), which the cell may import. `
+      + "If you trust them, click into this cell and press Shift+Enter.";
+    cell.node.querySelector(".jp-Cell-outputWrapper").before(line);
+    cell.model.stateChanged.connect((_, { name }) => { if (name === "executionCount" || name === "executionState") line.remove(); });
   }
 
   const dashboardIn = (cell) => cell.node.querySelector(".amp-dashboard");
@@ -64,9 +81,11 @@
     const kernel = panel.sessionContext.session?.kernel;
     const cell = kernel && labCell(panel.content);
     if (!cell) return;
-    const isOpen = (await kernelHasLab(kernel)) && holdsWidget(cell);
-    if (isOpen && (await appears(() => dashboardIn(cell), REDRAWN_MS))) return;
-    if (!panel.isDisposed && cell.model.executionState !== "running") await execute(cell);
+    const { hasLab, modules } = await askKernel(kernel);
+    if (hasLab && holdsWidget(cell) && (await appears(() => dashboardIn(cell), REDRAWN_MS))) return;
+    if (panel.isDisposed || cell.model.executionState === "running" || modules === null) return;
+    if (modules.length > 0) explain(cell, modules);
+    else await execute(cell);
   }
 
   /** After the cells of a batch have run, JupyterLab shows the last of them: if the lab's was among them, show the lab. */
@@ -110,6 +129,7 @@
     const style = document.createElement("style");
     const picture = `.${OPENING} .jp-OutputArea-child:has(> .jp-RenderedImage)`;
     style.textContent = `
+      .amplab-not-opened { padding: 8px 14px; color: var(--jp-ui-font-color1); }
       .amplab-sources-hidden .jp-CodeCell .jp-Cell-inputWrapper { display: none; }
       ${picture} > .jp-RenderedImage { visibility: hidden; }
       ${picture} { position: relative; }
