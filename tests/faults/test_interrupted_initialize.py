@@ -17,6 +17,9 @@ from amplab import amp
 from amplab.policies import PrecisionPolicy, thread_engines
 from amplab.policies.casting.thread_scopes import AUTOCAST_FLAG
 
+# Python swallows what a finalizer raises.
+pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+
 X = torch.randn(4, 8, generator=torch.Generator().manual_seed(0))
 TARGET = torch.tensor([0, 1, 2, 0])
 RULES = PrecisionPolicy(module_rules={"3": "float32"})
