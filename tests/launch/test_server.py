@@ -251,8 +251,8 @@ def run_in_kernel(connection: Path, code: str) -> str:
     """Return what code prints in the kernel of a connection file."""
     client = BlockingKernelClient(connection_file=str(connection))
     client.load_connection_file()
-    client.start_channels()
     client.hb_channel.time_to_dead = 60.0  # on a busy machine a kernel may be silent for longer than a second
+    client.start_channels()
     printed = []
     try:
         client.wait_for_ready(timeout=60)
