@@ -122,7 +122,7 @@ class Trainer:
         self._comparison: Comparison | None = None
         self._store = self._new_store(self._experiment.config)
         self._explainer = self._new_explainer()
-        self._saver = RunSaver(exchange, self._report)
+        self._saver = RunSaver(exchange, self._publisher.publish)
         self._name, self._runs_begun = "Run 1", 1
         self._worker = Worker(
             step=self._train,
