@@ -86,6 +86,9 @@ class Trainer:
     The trainer's thread computes with one intra-op thread, which makes runs repeatable and leaves the other cores to
     the browser. Other threads keep their number.
 
+    Trainers of one process take turns, step by step: torch has one CPU generator for all threads, which a step seeds
+    and restores. A run therefore has the bits that it has alone, unless another thread draws from it during a step.
+
     Args:
         config: The experiment; None for the default one.
         log: Folder or .jsonl file of the run log, None for no log. An existing file is never overwritten.
