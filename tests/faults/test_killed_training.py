@@ -158,7 +158,7 @@ class Patience:
 
     def learn(self, *, progress):
         self.seconds = max(self._least, self.seconds / 2) if progress else self.seconds * 2
-        assert self.seconds < 200 * self._least, "no progress, however late the kill"
+        assert self.seconds < 300, "no progress, however late the kill"
 
 
 def attack_the_command(kill, folder, kills, seed):
