@@ -123,35 +123,35 @@ class Checkpoints:
         self.path = log.with_suffix(SUFFIX)
         self._due = time.monotonic() + EVERY_SECONDS
         self._step = -1  # of the last checkpoint
-        self._gave_up = False
 
     @property
     def is_due(self) -> bool:
         """Whether it is time for the next one."""
-        return not self._gave_up and time.monotonic() >= self._due
+        return time.monotonic() >= self._due
 
     def write(self, experiment: Experiment) -> None:
         """Replace the checkpoint; the log must have been flushed. No effect if no step was made since the last one.
 
         Raises:
-            OSError: It cannot be written; the last one is unchanged.
+            OSError: It cannot be written; the last one is unchanged, and the next one is due as after a success.
             RunStateError: The experiment holds a value that cannot be saved.
         """
-        if self._gave_up or experiment.steps_done == self._step:
+        if experiment.steps_done == self._step:
             return
         began = time.monotonic()
+        try:
+            self._replace(experiment)
+        finally:
+            ended = time.monotonic()
+            self._due = ended + max(EVERY_SECONDS, (ended - began) / _SHARE)
+
+    def _replace(self, experiment: Experiment) -> None:
         with _guard:
             _hold(self.log)
             experiment.save(self.path, {"log_bytes": self.log.stat().st_size, "saved": datetime.now().isoformat()})
             if self._step < 0:
                 _prune(self.log.parent)
         self._step = experiment.steps_done
-        ended = time.monotonic()
-        self._due = ended + max(EVERY_SECONDS, (ended - began) / _SHARE)
-
-    def give_up(self) -> None:
-        """Write no more, as after a failure."""
-        self._gave_up = True
 
 
 def checkpoint_of_launch(folder: Path, place: Rank) -> Checkpoint | None:

@@ -287,13 +287,15 @@ class Failed:
 
     ``fatal`` is True if training cannot continue without a reset, False if the run continues (a callback that raised, a
     log that cannot be written). ``damaged`` is True if it continues with NaN or inf in the model, ``attempted`` if
-    something that does not change the run failed, such as a trace.
+    something that does not change the run failed, such as a trace. ``mended`` is True if something that had failed
+    works again, such as writing checkpoints.
     """
 
     text: str
     fatal: bool = False
     damaged: bool = False
     attempted: bool = False
+    mended: bool = False
 
     @property
     def error(self) -> str:

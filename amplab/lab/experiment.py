@@ -64,6 +64,7 @@ from amplab.lab.session_settings import (
 from amplab.lab.step_rerun import StepRerun
 from amplab.lab.step_stages import StageRecorder, StepStages
 from amplab.lab.tasks import Task, TaskLoss, load_task
+from amplab.lab.tasks.task import drawing_alone
 from amplab.policies.nested_tensors import floating_tensors_in
 from amplab.scalers import ScaleState
 from amplab.trace import Trace, trace_step, xray
@@ -118,6 +119,7 @@ class Experiment:
         ValueError: The batch is larger than the training set.
     """
 
+    @drawing_alone
     def __init__(self, config: ExperimentConfig, *, exchange: RankExchange | None = None) -> None:
         self._config = config
         self._exchange = exchange
@@ -201,6 +203,7 @@ class Experiment:
         """Whether an injected underflow is on."""
         return "underflow" in self._faults
 
+    @drawing_alone
     def step(self) -> StepRecord:
         """Train on the next batch and return what happened. Sync: one."""
         if self._began is None:
@@ -316,6 +319,7 @@ class Experiment:
         )
 
     @classmethod
+    @drawing_alone
     def load(cls, path: Path, *, exchange: RankExchange | None = None) -> tuple[Experiment, dict[str, Any]]:
         """Return a saved experiment, which continues bit for bit, and the extra values that were saved with it.
 
@@ -345,6 +349,7 @@ class Experiment:
         self._task.check_batch_size(new.batch_size)
         _check_modules(new, self.module_names())
 
+    @drawing_alone
     def score(self) -> float | None:
         """Return the task's score on held-out data, None if it has none. Sync: one."""
         if self._task.score is None:
@@ -359,6 +364,7 @@ class Experiment:
             for module, training in modes:
                 module.training = training
 
+    @drawing_alone
     def trace(self, observer: Observer | None = None) -> Trace:
         """Record the forward and backward of the next batch, op by op; the experiment does not change.
 
@@ -377,6 +383,7 @@ class Experiment:
             observer=observer,
         )
 
+    @drawing_alone
     def examine(self) -> Findings:
         """Return what `amplab.doctor` finds in the next step; the experiment does not change. Sync: many."""
         step, batch = self._step, self._batch(self._step)
@@ -399,6 +406,7 @@ class Experiment:
         """The last step if it was skipped: its batch, weights and random state are still there. Else None."""
         return self._last if self._last is not None and self._last.skipped else None
 
+    @drawing_alone
     def explain_skip(self) -> FirstNonfinite | None:
         """Run `last_skip` again from the state in which it began; return which op overflowed first, and why.
 
@@ -462,6 +470,7 @@ class Experiment:
 
         return _sum(disturbed(part) for part in self._parts() if part.loss_id == self._last_loss_id)
 
+    @drawing_alone
     def gradients(self) -> GradientRecord:
         """Return the exponents of the gradients of the next step, in float32 at the current (master) weights.
 
@@ -491,6 +500,7 @@ class Experiment:
         kept = self.kept()
         return None if kept is None else kept.total
 
+    @drawing_alone
     def kept(self, *, batch_size: int | None = None) -> KeptBytes | None:
         """Return what `activations` counts, by module; the experiment does not change.
 
@@ -502,6 +512,7 @@ class Experiment:
         with self._session.casting():
             return xray(self._model, step=lambda: self._forward(self._model, part, batch, self._step)).kept
 
+    @drawing_alone
     def twin(self, *, steps: int = 10) -> TwinReport:
         """Train a float32 copy and one in this precision from the present weights, and compare them module by module.
 

@@ -34,6 +34,7 @@ from amplab.lab.batches import Batches, check_data
 from amplab.lab.config import OWN
 from amplab.lab.models import MODELS, ModelChoice
 from amplab.lab.tasks import OWN_TASK, TASKS, MakeOptimizer, Score, Task, TaskChoice, TaskLoss
+from amplab.lab.tasks.task import drawing_alone
 from amplab.trace.handed_step import Loss, ModelGroup, as_model, handed_step
 from amplab.trace.random_states import random_states_kept
 
@@ -296,6 +297,7 @@ def _check_names(code: OwnCode, model: nn.Module) -> None:
         )
 
 
+@drawing_alone
 def _try_one_step(task: OwnTask, model: nn.Module) -> None:
     """Run the forward of every loss once."""
     batch = task.batch(0, 0)

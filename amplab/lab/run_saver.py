@@ -1,14 +1,17 @@
 """When the checkpoint of the present run is written: every few seconds, and when the run comes to rest.
 
-A checkpoint belongs to a log that holds every step up to it. Without such a log, and after a failure, none is written.
+A checkpoint belongs to a log that holds every step up to it; without such a log none is written. One that cannot be
+written, as on a full disk, is reported once; the next one is due as always, and reported if it is written.
 Several ranks write one after the same step, when rank 0 requests it. The files are in `checkpoints.py`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 
 from amplab.lab.checkpoints import Checkpoints
+from amplab.lab.events import Failed
 from amplab.lab.experiment import Experiment
 from amplab.lab.rank_exchange import RankExchange, RankLost
 from amplab.lab.run_store import RunStore
@@ -21,12 +24,13 @@ class RunSaver:
 
     Args:
         exchange: With the other ranks, if several processes train together.
-        report: Called with a sentence if a checkpoint cannot be written; the run then continues without.
+        report: Called if a checkpoint cannot be written, and when one can again.
     """
 
-    def __init__(self, exchange: RankExchange | None, report: Callable[[str], None]) -> None:
+    def __init__(self, exchange: RankExchange | None, report: Callable[[Failed], None]) -> None:
         self._exchange, self._report = exchange, report
         self._checkpoints: Checkpoints | None = None  # of the log that was saved last
+        self._has_failed = False  # the last one of them that was due
 
     def save(self, experiment: Experiment, store: RunStore, *, is_running: bool, at_rest: bool = False) -> None:
         """Write a checkpoint beside the log, if it is time.
@@ -41,8 +45,9 @@ class RunSaver:
         if log is None or not log.is_file():
             return
         if self._checkpoints is None or self._checkpoints.log != log:
-            self._checkpoints = Checkpoints(log)
-        if not self._is_time(at_rest or self._checkpoints.is_due, is_running=is_running):
+            self._checkpoints, self._has_failed = Checkpoints(log), False
+        checkpoints = self._checkpoints
+        if not self._is_time(at_rest or checkpoints.is_due, is_running=is_running):
             return
         try:
             store.flush()
@@ -51,15 +56,25 @@ class RunSaver:
                 if self._exchange.place.rank:
                     return
             if store.is_on_disk:
-                self._checkpoints.write(experiment)
+                checkpoints.write(experiment)
+                self._tell(checkpoints.path, None)
         except RankLost:
             return  # the next step says so
         except (OSError, RuntimeError) as error:
-            self._checkpoints.give_up()
-            self._report(
-                f"checkpoint: cannot write {self._checkpoints.path} ({error}). The run continues, but a restarted "
-                f"kernel cannot continue it."
+            self._tell(checkpoints.path, error)
+
+    def _tell(self, path: Path, error: Exception | None) -> None:
+        """Report the first checkpoint of a run that fails, and the first one after it that does not."""
+        if error is not None and not self._has_failed:
+            text = (
+                f"checkpoint: cannot write {path} ({error}). The run continues, and the next checkpoint is tried as "
+                f"usual. Until one is written, a restarted kernel cannot continue the run from later than the last one."
             )
+            self._report(Failed(text))
+        elif error is None and self._has_failed:
+            text = f"checkpoint: {path} is written again; a restarted kernel can continue the run from here."
+            self._report(Failed(text, mended=True))
+        self._has_failed = error is not None
 
     def _is_time(self, is_due: bool, *, is_running: bool) -> bool:
         """Whether to write a checkpoint now; of several ranks all say the same."""

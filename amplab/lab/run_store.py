@@ -254,7 +254,7 @@ class RunStore:
         if place is None:
             log = create_free(path, lambda free: RunLog(free, self._config))
         else:
-            folder = agreed_text("run log", str(free_path(path.with_suffix(""))))  # the clocks of ranks may differ
+            folder = agreed_text("run log", lambda: _reserved(path.with_suffix("")))  # the clocks of ranks may differ
             log = RunLog(rank_log(Path(folder), place.rank), self._config, rank=place)
         self._path = log.path
         return log
@@ -287,3 +287,19 @@ class RunStore:
             f"log: cannot write {where} ({error.strerror or error}). The run continues without a log and keeps its "
             f"steps in memory: amplab.lab.report writes them to a page. {self._advice}"
         )
+
+
+def _reserved(path: Path) -> str:
+    """Return a folder that no other launch has: at `path`, or at path-2, path-3, …
+
+    It is made at once: two launches that begin in the same second want the same path.
+    """
+    try:
+        return str(create_free(path, _make_folder))
+    except OSError:  # as on a full disk: the log makes its folder when there is space, or says why it cannot
+        return str(free_path(path))
+
+
+def _make_folder(path: Path) -> Path:
+    path.mkdir(parents=True)
+    return path

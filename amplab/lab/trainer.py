@@ -91,6 +91,9 @@ class Trainer:
     The trainer's thread computes with one intra-op thread, which makes runs repeatable and leaves the other cores to
     the browser. Other threads keep their number.
 
+    Trainers of one process take turns, step by step: torch has one CPU generator for all threads, which a step seeds
+    and restores. A run therefore has the bits that it has alone, unless another thread draws from it during a step.
+
     Args:
         config: The experiment; None for the default one.
         log: Folder or .jsonl file of the run log, None for no log. An existing file is never overwritten.
@@ -127,7 +130,7 @@ class Trainer:
         self._comparison: Comparison | None = None
         self._store = self._new_store(self._experiment.config)
         self._explainer = self._new_explainer()
-        self._saver = RunSaver(exchange, self._report)
+        self._saver = RunSaver(exchange, self._publisher.publish)
         self._name, self._runs_begun = "Run 1", 1
         self._worker = Worker(
             step=self._train,

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 import platform
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
@@ -62,14 +62,16 @@ def this_rank() -> Rank | None:
     return Rank(dist.get_rank(), dist.get_world_size(), _launch())
 
 
-def agreed_text(name: str, own: str) -> str:
-    """Return the same text on every rank: what the first one to call this gave. It waits for no other rank.
+def agreed_text(name: str, choose: Callable[[], str], *, timeout: float = 10.0) -> str:
+    """Return the same text on every rank: what the first one to call this chooses.
 
-    Each call of a rank under one name has a number: its n-th call agrees with the n-th call of the others.
+    Each call of a rank under one name has a number: its n-th call agrees with the n-th call of the others. A rank waits
+    for no call of the others, only for the choice of the first one, and chooses itself if that one has ended.
 
     Args:
         name: what the ranks agree on.
-        own: what this rank would choose.
+        choose: returns the text. It is called on the first rank, and on those that have waited in vain.
+        timeout: seconds to wait for the choice.
 
     Raises:
         RuntimeError: there is no process group.
@@ -78,7 +80,12 @@ def agreed_text(name: str, own: str) -> str:
     """
     store = _store()
     number = store.add(f"amplab/{name}/calls of rank {dist.get_rank()}", 1)
-    return str(store.compare_set(f"amplab/{name}/{number}", "", own).decode())
+    key = f"amplab/{name}/{number}"
+    if store.add(f"{key}/callers", 1) > 1:
+        with suppress(RuntimeError):  # a timeout, as in `texts_of_ranks`
+            store.wait([key], timedelta(seconds=timeout))
+    own = "" if store.check([key]) else choose()
+    return str(store.compare_set(key, "", own).decode())
 
 
 def texts_of_ranks(name: str, own: str, *, timeout: float) -> Sequence[str | None]:

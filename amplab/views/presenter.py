@@ -323,6 +323,9 @@ class Presenter:
             self.parts.live.overlay((trainer.kept.version, task), lambda: overlays(trainer.kept.runs, task))
 
     def _put_failure(self, failed: Failed) -> None:
+        if failed.mended:
+            self._put(Notice("note", "Works again", failed.text))
+            return
         self._put(failure(failed.text, fatal=failed.fatal, damaged=failed.damaged, attempted=failed.attempted))
 
     def _put(self, notice: Notice) -> None:

@@ -1,6 +1,7 @@
 """A run continues in another process after its own was killed, bit for bit as if not interrupted."""
 
 import os
+import resource
 import signal
 import subprocess
 import sys
@@ -215,7 +216,27 @@ def test_a_checkpoint_that_cannot_be_written_is_reported_once_and_the_run_goes_o
     trainer.run(1)
     assert len(trainer.history) == 2
     (told,) = ear.of(Failed)
-    assert "a restarted kernel cannot continue it" in told.text
+    assert "a restarted kernel cannot continue the run" in told.text
+
+
+def test_a_checkpoint_is_written_again_once_the_disk_has_space(tmp_path: Path, listen, monkeypatch) -> None:
+    monkeypatch.setattr(checkpoints, "EVERY_SECONDS", 0.0)
+    monkeypatch.setattr(checkpoints, "_SHARE", 1e9)
+    trainer = Trainer(SMALL, log=tmp_path / "run.jsonl")
+    ear = listen(trainer)
+    file = tmp_path / "run.checkpoint"
+    trainer.run(2)
+    for _ in range(2):
+        before, kept = file.read_bytes(), resource.getrlimit(resource.RLIMIT_FSIZE)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (len(before) // 2, kept[1]))  # as on a full disk; the log is smaller
+        try:
+            trainer.run(20)  # with a checkpoint after each step
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, kept)
+        assert file.read_bytes() == before
+        trainer.run(2)
+    assert steps_in(file) == 46
+    assert [(each.mended, str(file) in each.text) for each in ear.of(Failed)] == [(False, True), (True, True)] * 2
 
 
 def run_of_launch(folder: Path, name: str, launch: str) -> Path:

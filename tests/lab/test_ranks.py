@@ -5,9 +5,11 @@ import signal
 import sys
 import time
 import warnings
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -15,11 +17,12 @@ from torch import nn
 from torch.distributed import distributed_c10d
 
 from amplab import GradScaler, amp, autocast, first_nonfinite, gradient_range, watch, xray
-from amplab.lab import ExperimentConfig, Run, Trainer, load_run
+from amplab.lab import ExperimentConfig, Run, RunLog, Trainer, load_run, run_store
 from amplab.lab.rank_exchange import RankExchange
 from amplab.lab.run_log import FLUSH_SECONDS
+from amplab.lab.run_store import RunStore
 from amplab.parallel import DistributedDataParallel, convert_syncbn_model
-from amplab.parallel.ranks import this_rank
+from amplab.parallel.ranks import agreed_text, this_rank
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "parallel"))
 from ranks import rank_outcomes, run_ranks
@@ -304,3 +307,60 @@ def test_a_rank_that_waits_in_vain_stops_with_a_message_after_the_timeout(tmp_pa
         "The run failed at step 1.\nrank 0 of 2 stopped: another rank has ended, or did not answer"
     )
     assert [len(each.history) for each in load_run(tmp_path / "hung").ranks] == [1, 1]
+
+
+class SlowLog(RunLog):
+    """A log on a disk that takes its time to make a file."""
+
+    def __init__(self, *args, **named) -> None:
+        time.sleep(0.3)
+        super().__init__(*args, **named)
+
+
+def begins_with_another_launch(rank: int, folder: Path) -> list[Path | None]:
+    """Begin runs, each in the moment in which the ranks of another launch begin one with the same log."""
+    opened = []
+    for number in range(3):
+        (folder / f"{number}-{os.getpid()}").touch()
+        while len([*folder.glob(f"{number}-*")]) < 4:
+            time.sleep(0.001)
+        store = RunStore(ExperimentConfig(), log=folder / f"run-{number}.jsonl", on_failure=print)
+        with patch.object(run_store, "RunLog", SlowLog):
+            store.note("begun", step=0)
+        opened.append(store.log_path)
+        store.close()
+    return opened
+
+
+def test_two_launches_that_begin_at_once_have_a_folder_each(tmp_path):
+    with ThreadPoolExecutor(2) as launches:
+        told = [*launches.map(lambda _: run_ranks(begins_with_another_launch, tmp_path), range(2))]
+    for first, second in told:
+        assert None not in (*first, *second)
+        assert [log.parent for log in first] == [log.parent for log in second]
+    assert len({log for ranks in told for logs in ranks for log in logs}) == 12
+
+
+def await_file(path: Path) -> None:
+    while not path.exists():
+        time.sleep(0.01)
+
+
+def agree(rank: int, folder: Path) -> str:
+    """Rank 0 is the first to ask, and its choice takes longer than rank 1 waits for it."""
+
+    def choose() -> str:
+        if rank == 0:
+            (folder / "asked").touch()
+            await_file(folder / "waited in vain")
+        return f"of rank {rank}"
+
+    if rank == 1:
+        await_file(folder / "asked")
+    agreed = agreed_text("place", choose, timeout=0.1)
+    (folder / "waited in vain").touch()
+    return agreed
+
+
+def test_ranks_wait_for_the_choice_of_the_first_one_only_so_long(tmp_path):
+    assert run_ranks(agree, tmp_path) == ["of rank 1", "of rank 1"]

@@ -21,6 +21,7 @@ from amplab.lab import (
     TraceReady,
     Trainer,
 )
+from amplab.lab.models import MODELS, ModelChoice
 
 SMALL = ExperimentConfig(hidden=16)
 
@@ -347,3 +348,30 @@ def test_kernels_that_cannot_be_built_are_an_event_and_no_warning(tmp_path):
     assert (result.returncode, result.stderr) == (0, "")
     assert result.stdout.startswith("paused False amplab kernels: failed. ")
     assert "To enable them: " in result.stdout
+
+
+class WithDropout(torch.nn.Module):
+    def __init__(self, hidden: int) -> None:
+        super().__init__()
+        self.first, self.last = torch.nn.Linear(64, hidden), torch.nn.Linear(hidden, 10)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for _ in range(20):
+            x = torch.nn.functional.dropout(x, 0.01)
+        return self.last(torch.relu(self.first(x.flatten(1))))
+
+
+def test_trainers_that_train_at_once_draw_the_random_numbers_of_their_own_seeds(monkeypatch):
+    """Each is, bit for bit, the run that it is alone; and the numbers of the process stay its own."""
+    monkeypatch.setitem(MODELS, "dropping", ModelChoice("Dropout", WithDropout, ("digits",)))
+    configs = [ExperimentConfig(model="dropping", hidden=16, seed=seed) for seed in range(3)]
+    alone = [Trainer(config) for config in configs]
+    for each in alone:
+        each.run(60)
+    state = torch.get_rng_state()
+    together = [Trainer(config) for config in configs]
+    for each in together:
+        each.start(60)
+    assert all(each.wait(200) for each in together)
+    assert torch.equal(torch.get_rng_state(), state)
+    assert [records(each) for each in together] == [records(each) for each in alone]
