@@ -121,7 +121,9 @@ def lessons_directory() -> Path:
     try:
         folder = Path(named).expanduser()
         if named.startswith("~") and not folder.is_absolute():
-            raise LaunchError(f"HOME={os.environ.get('HOME')}: expected an absolute path, such as /home/ann.")
+            raise LaunchError(
+                f"HOME={os.environ.get('HOME')}: expected an absolute path; or set AMPLAB_LESSONS to a folder."
+            )
         return folder.absolute()
     except RuntimeError:
         raise LaunchError(f"AMPLAB_LESSONS={named}: no such home; expected a folder, such as ~/lessons.") from None
