@@ -52,6 +52,7 @@ __all__ = [
     "CastingThread",
     "Scope",
     "ScopeMode",
+    "ScopeOfMode",
     "THREAD",
     "block_at",
     "casting_engine",
@@ -593,6 +594,18 @@ class ScopeMode(TorchFunctionMode):
 
     withdrawn = False
 
+    def run_inside(self, inside: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Return `inside(*args, **kwargs)`, computed with this mode on the stack while it handles the call."""
+        if is_dynamo_compiling():
+            with self:
+                return inside(*args, **kwargs)
+        modes = function_modes()
+        try:  # not `with self`, which takes off the topmost mode: an interrupted op may have lost a mode
+            _push_on_torch_function_stack(self)
+            return inside(*args, **kwargs)
+        finally:
+            set_function_modes(modes)
+
 
 class CastingMode(ScopeMode, PreDispatchTorchFunctionMode):
     """One entry of an engine on one thread's stack of function modes.
@@ -635,18 +648,6 @@ class CastingMode(ScopeMode, PreDispatchTorchFunctionMode):
             caller = caller.f_back
         return False
 
-    def run_inside(self, inside: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Return `inside(*args, **kwargs)`, computed with this mode on the stack while it handles the call."""
-        if is_dynamo_compiling():
-            with self:
-                return inside(*args, **kwargs)
-        modes = function_modes()
-        try:  # not `with self`, which takes off the topmost mode: an interrupted op may have lost a mode
-            _push_on_torch_function_stack(self)
-            return inside(*args, **kwargs)
-        finally:
-            set_function_modes(modes)
-
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
@@ -687,6 +688,22 @@ def insert_above_device(mode: TorchFunctionMode) -> None:
     modes = function_modes()
     place = _place_above_device(modes)
     set_function_modes([*modes[:place], mode, *modes[place:]])
+
+
+class ScopeOfMode(Scope):
+    """A scope in which `mode`, which casts nothing itself, sees the ops."""
+
+    def __init__(self, mode: ScopeMode) -> None:
+        super().__init__()
+        self._mode = mode
+
+    def _begin(self, thread: CastingThread) -> None:
+        push_below_others(self._mode)
+        super()._begin(thread)
+
+    def _end(self, thread: CastingThread) -> None:
+        thread.withdraw(self._mode)
+        super()._end(thread)
 
 
 def push_below_others(mode: TorchFunctionMode) -> None:

@@ -18,7 +18,7 @@ from __future__ import annotations
 import bisect
 import contextlib
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -26,15 +26,15 @@ import torch.utils.checkpoint
 from torch._C._autograd import _top_saved_tensors_default_hooks
 from torch.autograd import _get_sequence_nr  # type: ignore[attr-defined]
 from torch.compiler import is_dynamo_compiling
-from torch.overrides import TorchFunctionMode, _push_mode
 
 from amplab.policies.casting.engine import CastingEngine
 from amplab.policies.casting.plan import opened
 from amplab.policies.casting.thread_scopes import (
     THREAD,
     CastingMode,
+    ScopeMode,
+    ScopeOfMode,
     function_modes,
-    remove,
     set_function_modes,
 )
 
@@ -84,24 +84,17 @@ def ended_forward(begin: int, engine: CastingEngine) -> None:
         del ended[: _MOST // 2]
 
 
-@contextlib.contextmanager
-def recomputing_by_rules() -> Iterator[None]:
-    """In the block, recompute the ops of each module with a rule under its rule. Does nothing without such a forward.
+def recomputing_by_rules() -> contextlib.AbstractContextManager[Any]:
+    """Return a context manager under which ops of each module with a rule are recomputed under its rule.
 
-    Sync: none.
+    It does nothing without such a forward. Sync: none.
     """
     if not _FORWARDS.ended or is_dynamo_compiling():
-        yield
-        return
-    mode = _RecomputingMode(_FORWARDS.ended)
-    _push_mode(mode)
-    try:
-        yield
-    finally:
-        remove(mode)
+        return contextlib.nullcontext()
+    return ScopeOfMode(_RecomputingMode(_FORWARDS.ended))
 
 
-class _RecomputingMode(TorchFunctionMode):
+class _RecomputingMode(ScopeMode):
     """Casts the ops that a backward recomputes as the forwards did that made the nodes."""
 
     def __init__(self, ended: list[RuledForward]) -> None:
@@ -117,8 +110,7 @@ class _RecomputingMode(TorchFunctionMode):
         if is_dynamo_compiling():
             return func(*args, **(kwargs or {}))
         if func in _BACKWARDS:
-            with self:
-                return _BACKWARDS[func](*args, **(kwargs or {}))
+            return self.run_inside(_BACKWARDS[func], args, kwargs or {})
         engine = self._engine()
         if engine is None:
             return func(*args, **(kwargs or {}))

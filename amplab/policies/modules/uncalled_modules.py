@@ -16,7 +16,7 @@ from torch.compiler import is_dynamo_compiling
 from torch.nn import Parameter
 
 from amplab.policies.casting.hook_scopes import HookScopes
-from amplab.policies.casting.thread_scopes import CastingThread, Scope, ScopeMode, push_below_others
+from amplab.policies.casting.thread_scopes import ScopeMode, ScopeOfMode
 from amplab.policies.tables.apex_table import APEX
 from amplab.policies.tables.op_table import CastPolicy, OpRule
 
@@ -53,7 +53,7 @@ class UncalledModules:
         if is_dynamo_compiling() or not self._rule_of or self._reads is not None:
             return
         self._reads = _Reads(self._rule_of, weights_decide=self._weights_decide)
-        self._scopes.enter(_Watch(self._reads))
+        self._scopes.enter(ScopeOfMode(self._reads))
 
     def after_forward(self, _model: nn.Module, _args: tuple[Any, ...], _output: Any) -> None:
         """Warn of each rule without effect, and stop watching; called with None if forward raised."""
@@ -79,22 +79,6 @@ class UncalledModules:
 
     def __setstate__(self, _state: dict[str, Any]) -> None:
         self.__init__({}, weights_decide=True, was_called=bool)  # type: ignore[misc]  # copies watch nothing
-
-
-class _Watch(Scope):
-    """A forward call that is watched."""
-
-    def __init__(self, reads: _Reads) -> None:
-        super().__init__()
-        self._reads = reads
-
-    def _begin(self, thread: CastingThread) -> None:
-        push_below_others(self._reads)
-        super()._begin(thread)
-
-    def _end(self, thread: CastingThread) -> None:
-        thread.withdraw(self._reads)
-        super()._end(thread)
 
 
 class _Reads(ScopeMode):

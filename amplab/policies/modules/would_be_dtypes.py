@@ -75,8 +75,7 @@ class WouldBeDtypes(ScopeMode):
         traced = is_dynamo_compiling()
         votes = _traced_votes(self.around, func) if traced else _votes(self.around, func, self._composites)
         if votes == "opened":
-            with self:  # engines open these, so that the ops inside follow their own rows
-                return opened(func)(*args, **kwargs)
+            return self.run_inside(opened(func), args, kwargs)  # engines open these: the ops inside have own rows
         result = func(*args, **kwargs)
         outputs = [tensor for tensor in floating_tensors_in(result) if tensor.dtype is torch.float32]
         if not outputs:
