@@ -80,9 +80,16 @@ class Undo:
             if error is not None and not isinstance(error, GeneratorExit):  # which comes at any time
                 _end_blocks_of(error, self._handled)
                 self._dispatch.restore()
+                self._run_inner()
             self.run()
         finally:
             interrupts.end()
+
+    def _run_inner(self) -> None:
+        """Undo what blocks inside this one have left: an interrupt came where their own end began."""
+        if self in _THREAD.undos:
+            for undo in reversed(_THREAD.undos[_THREAD.undos.index(self) + 1 :]):
+                undo.run()
 
     def run(self) -> None:
         """Undo everything. An exception of one function propagates after the others have run."""

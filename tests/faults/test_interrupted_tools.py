@@ -9,6 +9,8 @@ import sys
 import time
 import warnings
 import weakref
+from functools import partial
+from operator import setitem
 from pathlib import Path
 
 import pytest
@@ -381,3 +383,26 @@ def test_a_tool_leaves_nothing_on_after_signals_at_random_times(tool, again):
     assert int(interrupts) > 50
     assert int(discarded) == 0
     assert changed == []
+
+
+def test_what_an_inner_block_has_left_is_undone_before_the_outer_block():
+    """An interrupt where the end of the inner block begins: its functions restore what it found, so they come first."""
+
+    class Skipped(Undo):
+        def __exit__(self, *_error):
+            raise KeyboardInterrupt
+
+    values = ["as it was"]
+
+    @leaves_as_found
+    def tool():
+        with Undo() as outer:
+            outer.add(partial(setitem, values, 0, "as it was"))
+            values[0] = "of the outer block"
+            with Skipped() as inner:
+                inner.add(partial(setitem, values, 0, "of the outer block"))
+                values[0] = "of the inner block"
+
+    with pytest.raises(KeyboardInterrupt):
+        tool()
+    assert values == ["as it was"]
