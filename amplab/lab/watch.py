@@ -25,7 +25,7 @@ from dataclasses import replace
 from os import PathLike
 from textwrap import shorten
 from types import ModuleType
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -60,6 +60,7 @@ from amplab.policies.nested_tensors import samples_in
 from amplab.scalers.unscaler import local_shard
 from amplab.trace import Trace
 from amplab.trace.argument_checks import check_values
+from amplab.trace.as_found import remove_hook
 from amplab.trace.handed_step import (
     Loss,
     Scaler,
@@ -122,10 +123,16 @@ class Watch:
         self._needs_other_ranks = False  # no step can run again on this rank alone
         self._subscribers: list[Callable[[StepRecord], object]] = []
         self._ends: list[Callable[[], None]] = []
+        first, see_forward, see_output, see_gradients = (
+            optimizers[0],
+            UncopiedHook(unless_undone(self._see_forward)),
+            UncopiedHook(unless_undone(self._see_output)),
+            unless_undone(self._see_gradients),
+        )
         self._hooks = _Hooks(
-            forward=lambda: model.register_forward_pre_hook(UncopiedHook(unless_undone(self._see_forward))),
-            output=lambda: model.register_forward_hook(UncopiedHook(unless_undone(self._see_output))),
-            gradients=lambda: optimizers[0].register_step_pre_hook(unless_undone(self._see_gradients)),
+            forward=_Hook(model.register_forward_pre_hook, see_forward, model._forward_pre_hooks),
+            output=_Hook(model.register_forward_hook, see_output, model._forward_hooks),
+            gradients=_Hook(first.register_step_pre_hook, see_gradients, first._optimizer_step_pre_hooks),
         )
         self._loss: float | Tensor | None = None
         self._loss_in_output = False
@@ -532,29 +539,40 @@ class _Outcome:
         self.step: int | None = None
 
 
+class _Hook(NamedTuple):
+    """A function of torch that registers a hook, the hook, and the dict in which torch keeps it."""
+
+    register: Callable[..., RemovableHandle]
+    hook: Callable[..., Any]
+    kept: dict[int, Any]
+
+
 class _Hooks:
     """Hooks of a watch by name, registered only while they are needed: torch calls a module without hooks faster.
 
-    Args:
-        register: for each name the function that registers the hook.
+    They are removed without their handles, since an interrupt may come before a handle is stored.
     """
 
-    def __init__(self, **register: Callable[[], RemovableHandle]) -> None:
-        self._register = register
-        self._handles: dict[str, RemovableHandle] = {}
+    def __init__(self, **hooks: _Hook) -> None:
+        self._hooks = hooks
+        self._needed: set[str] = set()
 
     def need(self, name: str, needed: bool = True) -> None:
         """Register a hook or remove it, unless that is done."""
-        if needed and name not in self._handles:
-            self._handles[name] = self._register[name]()
-        elif not needed and name in self._handles:
-            self._handles.pop(name).remove()
+        if needed and name not in self._needed:
+            register, hook, kept = self._hooks[name]
+            remove_hook(hook, kept)  # one whose registration was interrupted
+            register(hook)
+            self._needed.add(name)
+        elif not needed and name in self._needed:
+            remove_hook(*self._hooks[name][1:])
+            self._needed.discard(name)
 
     def end(self) -> None:
         """Remove all hooks."""
-        for handle in self._handles.values():
-            handle.remove()
-        self._handles = {}
+        for _, hook, kept in self._hooks.values():
+            remove_hook(hook, kept)
+        self._needed.clear()
 
 
 def _names_by_place(model: nn.Module, optimizers: Sequence[Optimizer]) -> dict[str, str]:

@@ -33,7 +33,7 @@ from amplab.amp.deferred_interrupts import DeferredInterrupts
 from amplab.policies.casting.plan import torch_nesting
 from amplab.policies.casting.thread_scopes import AUTOCAST_FLAG, THREAD, function_modes, set_function_modes
 
-__all__ = ["Undo", "leaves_as_found"]
+__all__ = ["Undo", "leaves_as_found", "remove_hook"]
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -70,7 +70,7 @@ class Undo:
         self, register: Callable[[Callable[..., Any]], object], hook: Callable[..., Any], hooks: dict[int, Any]
     ) -> None:
         """Register `hook` with a function of torch that keeps it in `hooks`, and remove it at the end."""
-        self.add(functools.partial(_remove, hook, hooks))
+        self.add(functools.partial(remove_hook, hook, hooks))
         register(hook)
 
     def __exit__(self, _kind: object, error: BaseException | None, _traceback: object) -> None:
@@ -116,7 +116,8 @@ class _Thread(threading.local):
 _THREAD = _Thread()
 
 
-def _remove(hook: Callable[..., Any], hooks: dict[int, Any]) -> None:
+def remove_hook(hook: Callable[..., Any], hooks: dict[int, Any]) -> None:
+    """Remove `hook` from the hooks that torch keeps by number, for which an interrupt may have lost the handle."""
     for number in [number for number, each in list(hooks.items()) if each is hook]:  # other threads change it, too
         del hooks[number]
 

@@ -1,10 +1,11 @@
 """After an interrupt anywhere in a watched step, the log has every finished step once, and the loop goes on."""
 
+import inspect
 import itertools
 
 import pytest
 import torch
-from interrupts import PACKAGE, interrupted
+from interrupts import PACKAGE, interrupted, interrupted_everywhere
 from torch import nn
 
 import amplab
@@ -91,3 +92,22 @@ def test_a_flush_that_was_interrupted_is_done_again(every, tmp_path):
         assert [record.step for record in load_run(loop.watch.log_path).history.records()] == [0, 1, 2], interrupt
         if interrupt is None:
             break
+
+
+def test_no_hook_of_a_watch_stays_on():
+    model = nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def watched():
+        with amplab.watch(model, optimizer, every=2):
+            for _ in range(4):
+                optimizer.zero_grad()
+                model(torch.ones(3, 2)).sum().backward()
+                optimizer.step()
+
+    files = [PACKAGE, inspect.getfile(nn.Module), inspect.getfile(torch.optim.Optimizer)]
+    names = ["need", "remove_hook", "register_step_pre_hook", "register_forward_hook", "register_forward_pre_hook"]
+    watched()
+    for interrupt in interrupted_everywhere(watched, every=2, folders=files, functions=names):
+        left = model._forward_hooks, model._forward_pre_hooks, optimizer._optimizer_step_pre_hooks
+        assert not any(left), interrupt
