@@ -7,9 +7,8 @@ the first one.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -20,6 +19,7 @@ from amplab.amp import Session, is_autocast_enabled
 from amplab.diagnose import FirstNonfinite, first_nonfinite
 from amplab.parallel.ranks import data_parallel, exchanges_in_forward, this_rank
 from amplab.policies.nested_tensors import tensors_in
+from amplab.trace.as_found import Undo, leaves_as_found
 from amplab.trace.handed_step import Loss, Scaler
 from amplab.trace.modules import UncopiedHook
 from amplab.trace.untouched import unless_undone
@@ -124,6 +124,7 @@ class StepRerun:
             buffer.copy_(value)
         self.is_possible = bool(beginning.begun)
 
+    @leaves_as_found
     def first_nonfinite(self, loss_scale: float) -> FirstNonfinite | None:
         """Run the kept step again at its scale, batch by batch; return None if every batch is finite.
 
@@ -141,8 +142,14 @@ class StepRerun:
                 f"{exchanging} exchanges values with the other ranks in its forward. On one rank alone it would wait."
             )
         for begun in tuple(self._begun):
-            with self._as_it_began(begun.random), self._inside_autocast_as_the_loop():
+            seen: list[bool] = []  # whether each forward is in an autocast region
+            with Undo() as undo:
+                self._begin_again(begun.random, undo)
+                see = partial(_see_autocast, seen)
+                undo.register(self._model.register_forward_pre_hook, see, self._model._forward_pre_hooks)
                 found = self._first_nonfinite(begun.batch, loss_scale)
+            if self._loop_in_autocast and seen and not seen[0]:
+                raise CannotRunAgain(self._outside())
             if found is not None:
                 return found
         return None
@@ -153,17 +160,6 @@ class StepRerun:
             self._loop_in_autocast = not isinstance(self._scaler, Session) and _in_autocast(model)
             self.wrappers = data_parallel(model)
             self.end()
-
-    @contextmanager
-    def _inside_autocast_as_the_loop(self) -> Iterator[None]:
-        seen: list[bool] = []
-        hook = self._model.register_forward_pre_hook(lambda model, _args: seen.append(_in_autocast(model)))
-        try:
-            yield
-        finally:
-            hook.remove()
-        if self._loop_in_autocast and seen and not seen[0]:
-            raise CannotRunAgain(self._outside())
 
     def _outside(self) -> str:
         name = getattr(self._step or self._loss, "__name__", "")
@@ -183,16 +179,12 @@ class StepRerun:
             self._model, batch, loss=self._loss, step=self._step, scaler=self._scaler, loss_scale=loss_scale
         )
 
-    @contextmanager
-    def _as_it_began(self, random: list[Tensor]) -> Iterator[None]:
-        now = _random_states(), [buffer.detach().clone() for buffer in self._buffers]
+    def _begin_again(self, random: list[Tensor], undo: Undo) -> None:
+        """Set the random state and the buffers with which the step began, until `undo`."""
+        undo.add(partial(setattr, self, "at_work", False))
+        undo.add(partial(self._set, _random_states(), [buffer.detach().clone() for buffer in self._buffers]))
         self.at_work = True
-        try:
-            self._set(random, self._kept)
-            yield
-        finally:
-            self._set(*now)
-            self.at_work = False
+        self._set(random, self._kept)
 
     @torch.no_grad()
     def _set(self, random: list[Tensor], buffers: list[Tensor]) -> None:
@@ -201,6 +193,10 @@ class StepRerun:
             torch.cuda.set_rng_state_all(random[1:])
         for buffer, value in zip(self._buffers, buffers, strict=True):
             buffer.copy_(value)
+
+
+def _see_autocast(seen: list[bool], model: nn.Module, _args: object) -> None:
+    seen.append(_in_autocast(model))
 
 
 def _in_autocast(model: nn.Module) -> bool:

@@ -10,6 +10,7 @@ from torch import nn
 
 import amplab
 from amplab.lab import load_run, watch
+from amplab.lab.step_rerun import StepRerun
 
 # A generator that was interrupted can meet the interrupt again when it is deleted.
 pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
@@ -111,3 +112,18 @@ def test_no_hook_of_a_watch_stays_on():
     for interrupt in interrupted_everywhere(watched, every=2, folders=files, functions=names):
         left = model._forward_hooks, model._forward_pre_hooks, optimizer._optimizer_step_pre_hooks
         assert not any(left), interrupt
+
+
+def test_a_step_that_runs_again_and_is_interrupted_leaves_the_model_and_the_random_state():
+    model = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2), nn.Linear(2, 1))
+    again = StepRerun(model, step=lambda x: model(x).sum(), loss=None, scaler=None)
+    again.remember(torch.ones(3, 2))
+    model(torch.ones(3, 2))
+    buffers = [each.clone() for each in model.buffers()]
+    random = torch.get_rng_state()
+    files = [f"{PACKAGE}/lab/step_rerun.py", f"{PACKAGE}/trace/as_found.py"]
+    for interrupt in interrupted_everywhere(lambda: again.first_nonfinite(1.0), every=7, folders=files):
+        assert not again.at_work, interrupt
+        assert not model._forward_pre_hooks, interrupt
+        assert all(map(torch.equal, model.buffers(), buffers)), interrupt
+        assert torch.equal(torch.get_rng_state(), random), interrupt
