@@ -94,10 +94,11 @@ class StepLook:
         if self._step >= self._next_values and self._values is None and self._is_possible:
             with self._guarded():
                 self._values = _ValueLook(self._model, batch, self._probe)
+                self._values.begin()
 
     def batch_ends(self) -> None:
         """The body has ended. Sync: as `batch_begins`."""
-        look, self._values = self._values, None
+        look = self._values
         if look is not None:
             self._next_values = self._seen_step + _EVERY
             with self._guarded():
@@ -106,6 +107,7 @@ class StepLook:
                 self._value_looks += 1
                 if look.trace is not None:
                     self.traced = self._seen_step, look.trace
+        self._values = None  # not before: after an interrupt the end of the watch ends the look
 
     def see_loss(self, loss: Tensor) -> None:
         """A step's loss, before it is scaled."""
@@ -260,7 +262,7 @@ class _LoopLook:
 
 
 class _ValueLook:
-    """Follows the ops of this thread until `findings`."""
+    """Follows the ops of this thread from `begin` until `findings`."""
 
     def __init__(self, model: nn.Module, batch: Any, probe: ScaleProbe) -> None:
         self.is_over = False
@@ -269,6 +271,9 @@ class _ValueLook:
         self._watcher = _UntilOver(StepWatcher(named_tensors(model, batch), detailed=True), self)
         self._recorder = Recorder(model, self._watcher)
         self._block = ExitStack()
+
+    def begin(self) -> None:
+        """Switch it on."""
         self._block.enter_context(self._recorder.recording())
         self._block.enter_context(self._recorder.calls)
 

@@ -7,6 +7,7 @@ import pytest
 import torch
 from interrupts import PACKAGE, interrupted, interrupted_everywhere
 from torch import nn
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 import amplab
 from amplab.lab import load_run, watch
@@ -127,3 +128,19 @@ def test_a_step_that_runs_again_and_is_interrupted_leaves_the_model_and_the_rand
         assert not model._forward_pre_hooks, interrupt
         assert all(map(torch.equal, model.buffers(), buffers)), interrupt
         assert torch.equal(torch.get_rng_state(), random), interrupt
+
+
+def test_no_mode_of_a_look_stays_on():
+    model = nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def watched():
+        with amplab.watch(model, optimizer) as w:
+            for batch in w.batches([torch.ones(3, 2)] * 2):
+                optimizer.zero_grad()
+                w.loss(model(batch).sum()).backward()
+                optimizer.step()
+
+    watched()
+    for interrupt in interrupted_everywhere(watched, every=3, folders=[f"{PACKAGE}/lab/step_look.py"]):
+        assert _get_current_dispatch_mode_stack() == [], interrupt
