@@ -217,8 +217,9 @@ def test_a_checkpoint_that_finds_no_room_is_named_and_the_run_goes_on(tmp_path):
     trainer.stop()
     trainer.wait()
     assert len(trainer.history) == 4
-    assert [str(tmp_path) in each.text for each in trainer.failures] == [True]
-    assert set(files(tmp_path)) == {"run.jsonl"}
+    told = [(each.mended, str(tmp_path) in each.text) for each in trainer.failures]
+    assert told == [(False, True), (True, True)]  # the next checkpoint finds room
+    assert set(files(tmp_path)) == {"run.jsonl", "run.checkpoint"}
 
 
 def test_a_log_whose_checkpoint_has_too_long_a_name_leaves_those_of_other_runs(tmp_path):
