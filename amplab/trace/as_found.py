@@ -13,7 +13,6 @@ import sys
 import threading
 import traceback
 import warnings
-from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from itertools import takewhile
 from operator import is_
@@ -29,6 +28,7 @@ from torch.utils import _python_dispatch
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack, _pop_mode, _push_mode
 from torch.utils.hooks import RemovableHandle
 
+from amplab.amp.apex.before_initialize import hooks_of
 from amplab.amp.deferred_interrupts import DeferredInterrupts
 from amplab.policies.casting.plan import torch_nesting
 from amplab.policies.casting.thread_scopes import AUTOCAST_FLAG, THREAD, function_modes, set_function_modes
@@ -232,7 +232,7 @@ class _Found:
     def _remove_hooks(self) -> None:
         """Remove the hooks that were registered since; torch numbers all hooks of a process in one sequence."""
         for owner in _owners_of_hooks(self._given):
-            for hooks in _hooks_of(owner):
+            for hooks in hooks_of(owner):
                 for number in [number for number in hooks if isinstance(number, int) and number >= self._next_hook]:
                     del hooks[number]
 
@@ -321,13 +321,3 @@ def _owners_of_hooks(values: Iterable[Any]) -> Iterator[nn.Module | torch.Tensor
             yield from _owners_of_hooks(value)
         elif isinstance(value, Mapping):
             yield from _owners_of_hooks(value.values())
-
-
-def _hooks_of(owner: Any) -> Iterator[dict[Any, Any]]:
-    """Yield the dicts of hooks that torch keeps in an object, by number."""
-    if isinstance(owner, torch.Tensor):
-        yield from filter(None, (owner._backward_hooks, owner._post_accumulate_grad_hooks))
-        return
-    for name, value in vars(owner).items():
-        if name.startswith("_") and isinstance(value, OrderedDict):
-            yield value

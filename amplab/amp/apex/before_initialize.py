@@ -17,7 +17,7 @@ from amplab.amp.apex.model_weights import Uncast
 from amplab.amp.apex.optimizer_names import take_names_back
 from amplab.amp.backward.optimizer_params import params_of
 
-__all__ = ["BeforeInitialize"]
+__all__ = ["BeforeInitialize", "hooks_of"]
 
 
 class BeforeInitialize:
@@ -52,7 +52,7 @@ class BeforeInitialize:
     def restore(self) -> None:
         """Restore everything; a second call finishes what an interrupt has left. Sync: none."""
         for owner in (*self._modules, *self.params, *self.optimizers):
-            for hooks in _hooks_of(owner):
+            for hooks in hooks_of(owner):
                 for number in [number for number in hooks if isinstance(number, int) and number >= self._next_hook]:
                     del hooks[number]
         for optimizer in self.optimizers:
@@ -85,7 +85,7 @@ def _copied(state: dict[Any, Any]) -> dict[Any, Any]:
     return {param: copy.copy(entry) if isinstance(entry, dict) else entry for param, entry in state.items()}
 
 
-def _hooks_of(owner: Any) -> Iterator[dict[Any, Any]]:
+def hooks_of(owner: Any) -> Iterator[dict[Any, Any]]:
     """Yield the dicts of hooks that torch keeps in an object, by number."""
     if isinstance(owner, Tensor):
         yield from filter(None, (owner._backward_hooks, owner._post_accumulate_grad_hooks))

@@ -7,19 +7,17 @@ In both cases the next `scale` begins an iteration. A program that leaves `updat
 still in them, and is refused as by torch's class. So is a function that catches the interrupt itself and goes on.
 """
 
-import inspect
 import threading
 from dis import opmap
 from types import FrameType
 
 import torch
 
-from amplab.policies.casting.thread_scopes import is_running
+from amplab.policies.casting.thread_scopes import SUSPENDABLE, is_running
 
 __all__ = ["UnfinishedIteration"]
 
 _RETURNS = {opmap[name] for name in ("RETURN_VALUE", "RETURN_CONST") if name in opmap}
-_SUSPENDABLE = inspect.CO_GENERATOR | inspect.CO_COROUTINE | inspect.CO_ASYNC_GENERATOR
 
 
 class UnfinishedIteration:
@@ -57,7 +55,7 @@ class UnfinishedIteration:
         frame = self._caller
         if self._thread != threading.get_ident():
             return False
-        while frame is not None and not frame.f_code.co_flags & _SUSPENDABLE and not is_running(frame):
+        while frame is not None and not frame.f_code.co_flags & SUSPENDABLE and not is_running(frame):
             if frame.f_code.co_code[frame.f_lasti] not in _RETURNS:
                 return True
             frame = frame.f_back  # which a frame keeps after its end

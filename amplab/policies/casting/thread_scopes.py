@@ -53,6 +53,7 @@ __all__ = [
     "Scope",
     "ScopeMode",
     "ScopeOfMode",
+    "SUSPENDABLE",
     "THREAD",
     "block_at",
     "casting_engine",
@@ -81,7 +82,7 @@ autocast is on for some device type. The kernel of compiled engines has its key.
 """
 
 _NOWHERE: frozenset[int] = frozenset()
-_SUSPENDABLE = inspect.CO_GENERATOR | inspect.CO_COROUTINE | inspect.CO_ASYNC_GENERATOR
+SUSPENDABLE = inspect.CO_GENERATOR | inspect.CO_COROUTINE | inspect.CO_ASYNC_GENERATOR
 
 
 def is_running(frame: FrameType) -> bool:
@@ -181,7 +182,7 @@ class Scope:
             if self.watched is not None:
                 place = self.watched.f_lasti
                 self.places = frozenset((place,)) if by_hook else block_at(frame.f_code, place)
-            self.outlasts = by_hook or bool(frame.f_code.co_flags & _SUSPENDABLE)
+            self.outlasts = by_hook or bool(frame.f_code.co_flags & SUSPENDABLE)
             if by_hook:
                 self.grad_enabled = torch.is_grad_enabled()
         try:
