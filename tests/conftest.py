@@ -9,6 +9,7 @@ os.environ.setdefault("MKL_NUM_THREADS", "1")
 
 import importlib.util
 import signal
+import sys
 import tempfile
 import threading
 import warnings
@@ -91,6 +92,38 @@ def pytest_runtest_call(item: pytest.Item) -> Generator[None, object, object]:
     """Limit the time of the test."""
     with time_limit(item.nodeid):
         return (yield)
+
+
+@pytest.fixture(autouse=True)
+def nothing_stays_on():
+    """Fail the test that leaves a mode or a hook on, and take it off: it would fail others."""
+    yield
+    if "torch.optim.optimizer" in sys.modules:
+        left = _taken_off()
+        assert left == {}
+
+
+def _taken_off():
+    """Take off what is on, and return it by name."""
+    import torch
+    from torch.utils._python_dispatch import _get_current_dispatch_mode_stack, _pop_mode
+
+    optimizers = sys.modules["torch.optim.optimizer"]
+    hooks = optimizers._global_optimizer_pre_hooks, optimizers._global_optimizer_post_hooks
+    found = {
+        "dispatch modes": _get_current_dispatch_mode_stack(),
+        "function modes": torch.overrides._get_current_function_mode_stack(),
+        "hooks of all optimizers": [hook for each in hooks for hook in each.values()],
+        "grad mode": [] if torch.is_grad_enabled() else ["off"],
+    }
+    while _get_current_dispatch_mode_stack():
+        _pop_mode()
+    while torch._C._len_torch_function_stack():
+        torch._C._pop_torch_function_stack()
+    for each in hooks:
+        each.clear()
+    torch.set_grad_enabled(True)
+    return {name: on for name, on in found.items() if on}
 
 
 def in_ci():

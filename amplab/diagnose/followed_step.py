@@ -15,8 +15,6 @@ wrong. It also determines whether the scale, the format or the model is the caus
 
 from __future__ import annotations
 
-from contextlib import ExitStack
-from types import TracebackType
 from typing import Any
 
 import torch
@@ -26,6 +24,7 @@ from amplab.diagnose.observed_step.blame import Blame, blame
 from amplab.diagnose.observed_step.values import NamedMemory, ObservedStep, StepWatcher, memory_of, named_tensors
 from amplab.formats.kept_property import kept_property
 from amplab.trace.argument_checks import check_model
+from amplab.trace.as_found import Undo
 from amplab.trace.engines import compiled_functions_eagerly
 from amplab.trace.recorder import Recorder
 
@@ -41,23 +40,26 @@ class FollowedStep:
     def __init__(self, model: nn.Module, batch: Any) -> None:
         self._watcher = StepWatcher(_gradients_before(model) | named_tensors(model, batch))
         self._recorder = Recorder(model, self._watcher)
-        self._block = ExitStack()
+        self._undo: Undo | None = None
         self._ended = False
 
     def __enter__(self) -> FollowedStep:
         """Start to follow the ops of this thread, and those of its backward."""
         if self._ended:
             raise RuntimeError("this step was followed already: expected a new followed_step for each `with` block.")
-        self._block.enter_context(compiled_functions_eagerly())
-        self._block.enter_context(self._recorder.recording())
-        self._block.enter_context(self._recorder.calls)
+        undo = self._undo = Undo()
+        try:
+            undo.enter_block(compiled_functions_eagerly)
+            self._recorder.follow(undo)
+        except BaseException:  # an interrupt: the block does not begin, so `__exit__` is not called
+            undo.end()
+            raise
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, where: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, where: object) -> None:
         """Stop following."""
-        self._block.__exit__(kind, error, where)
+        if self._undo is not None:
+            self._undo.__exit__(kind, error, where)
         self._ended = True
 
     def loss(self, value: Tensor) -> Tensor:

@@ -15,6 +15,7 @@ from os import PathLike
 from pathlib import Path
 
 from amplab.amp import MemoryUse
+from amplab.amp.deferred_interrupts import DeferredInterrupts
 from amplab.amp.run_state.paths import given_path
 from amplab.diagnose import Finding
 from amplab.lab.changes import config_changes, fault_change, restart_change, start_change
@@ -235,10 +236,9 @@ class RunStore:
 
     def _write(self, wanted: Path, write: Callable[..., object], *values: object) -> None:
         try:
-            if self._log is None:
-                self._log = self._open(wanted)
-            write(self._log, *values)
-            if self._log.is_mixed:
+            log = self._log or self._open(wanted)
+            write(log, *values)
+            if log.is_mixed:
                 self._tell_mixed()
         except DiskFull as error:
             self._tell_full(error)
@@ -247,16 +247,21 @@ class RunStore:
 
     def _open(self, wanted: Path) -> RunLog:
         if self._path is not None:
-            return RunLog(self._path, self._config, is_continued=True)
+            self._log = RunLog(self._path, self._config, is_continued=True)
+            return self._log
         target = log_target(wanted)
         path = target if is_log_file(target) else new_path(target, self._config)
         place = this_rank()
-        if place is None:
-            log = create_free(path, lambda free: RunLog(free, self._config))
-        else:
+        if place is not None:
             folder = agreed_text("run log", lambda: _reserved(path.with_suffix("")))  # the clocks of ranks may differ
-            log = RunLog(rank_log(Path(folder), place.rank), self._config, rank=place)
-        self._path = log.path
+            path = rank_log(Path(folder), place.rank)
+        create = partial(RunLog, config=self._config, rank=place)
+        interrupts = DeferredInterrupts()  # the next step would begin another file
+        try:
+            self._log = log = create(path) if place is not None else create_free(path, create)
+            self._path = log.path
+        finally:
+            interrupts.end()
         return log
 
     def _tell_full(self, error: OSError) -> None:

@@ -70,11 +70,12 @@ class ScaleProbe:
     opt_level = NO_LEVEL
     amp: Session | torch.amp.GradScaler | None = None
     waits_for_forward = False
+    _report: Report | None = None
+    _waiting: ScaledStep | None = None
 
     def follow(self, optimizer: Optimizer, report: Report) -> Callable[[], None]:
         """Call `report` after every step; return a function that ends this."""
-        unscaled = ScaledStep()
-        return optimizer.register_step_post_hook(unless_undone(lambda *_: report(unscaled))).remove
+        return optimizer.register_step_post_hook(unless_undone(lambda *_: report(ScaledStep()))).remove
 
     def scale(self) -> float:
         """Return the scale in effect. Sync: one if it is on a device."""
@@ -91,6 +92,12 @@ class ScaleProbe:
     def at_forward(self) -> None:
         """Note that the next iteration starts."""
 
+    def _hand_over(self) -> None:
+        """Report the step that is over, if an interrupt has not let that happen."""
+        if self._waiting is not None and self._report is not None:
+            self._report(self._waiting)
+            self._waiting = None
+
 
 class _ApexProbe(ScaleProbe):
     kind = "apex"
@@ -104,12 +111,14 @@ class _ApexProbe(ScaleProbe):
         self._records: list[ScaleRecord] = []  # one for each backward since the last step
 
     def follow(self, optimizer: Optimizer, report: Report) -> Callable[[], None]:
+        self._report = report
         ends = [
-            self._session.subscribe(unless_undone(self._records.append)),
-            optimizer.register_step_post_hook(unless_undone(lambda *_: report(self._scaled_step(optimizer)))).remove,
+            self._session.subscribe(unless_undone(self._see_record)),
+            optimizer.register_step_post_hook(unless_undone(self._see_step)).remove,
         ]
 
         def end() -> None:
+            self._hand_over()
             for each in ends:
                 each()
 
@@ -124,9 +133,17 @@ class _ApexProbe(ScaleProbe):
     def found_inf(self) -> bool:
         return any(record.found_inf for record in self._records)
 
+    def _see_record(self, record: ScaleRecord) -> None:
+        self._records.append(record)
+
+    def _see_step(self, optimizer: Optimizer, *_: object) -> None:
+        self._hand_over()
+        done = self._scaled_step(optimizer)
+        self._records, self._waiting = [], done  # one line without a call: CPython lets no interrupt in between
+        self._hand_over()
+
     def _scaled_step(self, optimizer: Optimizer) -> ScaledStep:
-        last, records = self._session.last_step(optimizer), self._records.copy()
-        self._records.clear()
+        last, records = self._session.last_step(optimizer), self._records
         if not records:  # a loss that was not scaled
             return ScaledStep(self.scale(), self.scale(), last.first_nonfinite is not None, last.first_nonfinite)
         bad = [each for each in records if each.found_inf and not last.stepped]  # without gradients none steps either
@@ -135,10 +152,16 @@ class _ApexProbe(ScaleProbe):
 
 
 class _Calls:
-    """The calls of an optimizer's step since the last report. A fused optimizer is called in a skipped step, too."""
+    """The calls of an optimizer's step since the last report. A fused optimizer is called in a skipped step, too.
 
-    def __init__(self) -> None:
-        self.count = 0
+    Attributes:
+        count: how many there were.
+        in_first: whether one was in the iteration whose record the probe keeps; further iterations may have followed.
+        reported: the record of torch's scaler with the last report.
+    """
+
+    def __init__(self, reported: dict[str, Any] | None = None) -> None:
+        self.count, self.in_first, self.reported = 0, False, reported
         self._found_inf: Tensor | None = None
 
     def see(self, optimizer: Optimizer, *_: object) -> None:
@@ -149,10 +172,6 @@ class _Calls:
         """Whether the fused optimizer has skipped in its last call. Sync: one for a fused optimizer."""
         return self._found_inf is not None and self._found_inf.item() > 0
 
-    def forget(self) -> None:
-        """Begin another iteration."""
-        self.count, self._found_inf = 0, None
-
 
 class _AmplabProbe(ScaleProbe):
     kind = "amplab"
@@ -161,20 +180,23 @@ class _AmplabProbe(ScaleProbe):
         self._scaler = self.amp = scaler
         self.dynamic = scaler.is_enabled()
         self.growth_interval = scaler.get_growth_interval() if self.dynamic else None
+        self._calls = _Calls()
+
+    def _see_call(self, optimizer: Optimizer, *_: object) -> None:
+        self._calls.see(optimizer)
 
     def follow(self, optimizer: Optimizer, report: Report) -> Callable[[], None]:
-        calls = _Calls()
-
         def hear(record: ScaleRecord) -> None:
+            calls = self._calls
             if calls.count and record.skipped and not calls.found_inf():  # another optimizer has skipped its step
                 record = replace(record, skipped=False, first_nonfinite=None)
             if calls.count or record.skipped:  # an update that sets the scale is not a step
                 report(record)
-            calls.forget()
+            self._calls = _Calls()
 
         ends = (
             self._scaler.subscribe(unless_undone(hear)),
-            optimizer.register_step_post_hook(unless_undone(calls.see)).remove,
+            optimizer.register_step_post_hook(unless_undone(self._see_call)).remove,
         )
 
         def end() -> None:
@@ -197,11 +219,8 @@ class _TorchProbe(ScaleProbe):
         self.growth_interval = scaler.get_growth_interval()
         self._scale = scaler.get_scale()
         self._rows = scaler._per_optimizer_states  # of this iteration; `update` replaces it
-        self._reported: dict[str, Any] | None = None
         self._calls = _Calls()
-        self._called_in_first = False  # in the iteration of `_rows`; further ones may have followed
         self._optimizer_id = 0
-        self._report: Report | None = None
 
     def follow(self, optimizer: Optimizer, report: Report) -> Callable[[], None]:
         self._report, self._optimizer_id = report, id(optimizer)
@@ -217,23 +236,23 @@ class _TorchProbe(ScaleProbe):
 
     def _see_call(self, optimizer: Optimizer, *_: object) -> None:
         self._calls.see(optimizer)
-        self._called_in_first |= self._scaler._per_optimizer_states is self._rows
+        self._calls.in_first |= self._scaler._per_optimizer_states is self._rows
 
     def scale(self) -> float:
         return self._scaler.get_scale()
 
     def at_forward(self) -> None:
-        scale, was = self._scaler.get_scale(), self._scale
-        row = self._rows.get(self._optimizer_id)
-        self._scale, self._rows = scale, self._scaler._per_optimizer_states
-        stepped = row is not None and row["stage"] is OptState.STEPPED and row is not self._reported
-        if self._report is not None and (stepped or self._calls.count):
-            self._reported = row
-            skipped = stepped and not self._called_in_first
-            skipped = skipped or self._calls.found_inf() or (self._calls.count > 1 and self._backed_off(was, scale))
-            self._called_in_first = False
-            self._calls.forget()
-            self._report(ScaledStep(was, scale, skipped))
+        self._hand_over()
+        scale, was, rows = self._scaler.get_scale(), self._scale, self._scaler._per_optimizer_states
+        row, calls, done = self._rows.get(self._optimizer_id), self._calls, None
+        stepped = row is not None and row["stage"] is OptState.STEPPED and row is not calls.reported
+        if self._report is not None and (stepped or calls.count):
+            skipped = stepped and not calls.in_first
+            skipped = skipped or calls.found_inf() or (calls.count > 1 and self._backed_off(was, scale))
+            done, calls = ScaledStep(was, scale, skipped), _Calls(row)
+        # One line without a call: CPython lets no interrupt in between.
+        self._scale, self._rows, self._calls, self._waiting = scale, rows, calls, done
+        self._hand_over()
 
     def _backed_off(self, was: float, scale: float) -> bool:
         """Whether the scale fell as updates after skipped steps lower it: by a power of the backoff factor."""

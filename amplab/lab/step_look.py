@@ -10,13 +10,12 @@ A step that overflows shows neither, so the next one is looked at. Notes are lef
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.utils._python_dispatch import _get_current_dispatch_mode_stack, _pop_mode, _push_mode
 
 from amplab.diagnose import Finding
 from amplab.diagnose.first_nonfinite import Setting
@@ -34,9 +33,11 @@ from amplab.diagnose.train_step.rehearsal import Rehearsal
 from amplab.display.numbers import count
 from amplab.lab.scale_probe import ScaleProbe
 from amplab.lab.watched_run import NO_LEVEL
+from amplab.policies.casting.thread_scopes import THREAD
 from amplab.scalers.unscaler import is_sharded
 from amplab.trace import Trace
 from amplab.trace.argument_checks import check_model
+from amplab.trace.as_found import Undo
 from amplab.trace.recorder import Recorder
 
 __all__ = ["StepLook"]
@@ -79,6 +80,7 @@ class StepLook:
         self._tries = 0
         self._looks = self._value_looks = 0
         self._has_batches = False
+        self._grad_enabled: bool | None = None  # when the body of the last look at values began
         self._is_possible = _runs_op_by_op(model)
 
     def begin(self) -> None:
@@ -87,12 +89,13 @@ class StepLook:
 
     def batch_begins(self, batch: Any) -> None:
         """The body of ``w.batches`` begins: between the blocks of the loop. Sync: several in a look."""
-        self._has_batches = True
+        self._has_batches, self._grad_enabled = True, None
         if self._loop is not None and self._loop.is_over:
             self._end_loop()
         self._begin_loop()
         if self._step >= self._next_values and self._values is None and self._is_possible:
             with self._guarded():
+                self._grad_enabled = torch.is_grad_enabled()
                 self._values = _ValueLook(self._model, batch, self._probe)
                 self._values.begin()
 
@@ -100,14 +103,22 @@ class StepLook:
         """The body has ended. Sync: as `batch_begins`."""
         look = self._values
         if look is not None:
-            self._next_values = self._seen_step + _EVERY
             with self._guarded():
-                for found in look.findings():
+                findings = look.findings()
+                if look.is_whole:
+                    self._next_values = self._seen_step + _EVERY
+                    self._value_looks += 1
+                for found in findings:
                     self._report(found)
-                self._value_looks += 1
                 if look.trace is not None:
                     self.traced = self._seen_step, look.trace
         self._values = None  # not before: after an interrupt the end of the watch ends the look
+
+    def interrupted(self) -> None:
+        """An interrupt has ended the loop, perhaps where a block of torch ends: a look prolongs that."""
+        THREAD.own.drop_ended()
+        if self._grad_enabled is not None:
+            torch.set_grad_enabled(self._grad_enabled)
 
     def see_loss(self, loss: Tensor) -> None:
         """A step's loss, before it is scaled."""
@@ -171,9 +182,10 @@ class StepLook:
         if self._loop is None and self._step >= self._next_loop and self._is_possible:
             with self._guarded():
                 self._loop = _LoopLook(self._model, self._optimizers, self._probe)
+                self._loop.begin()
 
     def _end_loop(self) -> None:
-        look, self._loop = self._loop, None
+        look = self._loop
         if look is None:
             return
         self._tries, self._next_loop = 0, self._seen_step + _EVERY
@@ -182,6 +194,7 @@ class StepLook:
                 seen = look.recorder.rehearsal()
             finally:
                 look.stop()
+            self._loop = None  # not before: after an interrupt the end of the watch ends the look
             if look.recorder.failure is not None:
                 raise look.recorder.failure
             self._found(seen)
@@ -238,27 +251,21 @@ def _runs_op_by_op(model: nn.Module) -> bool:
 
 
 class _LoopLook:
-    """A `LoopRecorder` that is switched on until `stop`; `is_over` once its step has ended."""
+    """A `LoopRecorder` that is switched on from `begin` until `stop`; `is_over` once its step has ended."""
 
     def __init__(self, model: nn.Module, optimizers: Sequence[Optimizer], probe: ScaleProbe) -> None:
         self.recorder = LoopRecorder(model, optimizers, probe.amp)
         self.recorder.scales = scales_of(probe.amp)
         self.is_over = False
-        before = len(_get_current_dispatch_mode_stack())
-        self._block = ExitStack()
-        self._block.enter_context(self.recorder.recording())
-        self._mode = _get_current_dispatch_mode_stack()[before]
+        self._undo = Undo()
+
+    def begin(self) -> None:
+        """Switch it on."""
+        self.recorder.record(self._undo)
 
     def stop(self) -> None:
-        """Switch it off, also below modes that began later."""
-        above = []
-        while (modes := _get_current_dispatch_mode_stack()) and self._mode in modes and modes[-1] is not self._mode:
-            above.append(_pop_mode())
-        try:
-            self._block.close()
-        finally:
-            for mode in reversed(above):
-                _push_mode(mode)
+        """Switch it off; a second call does nothing."""
+        self._undo.end()
 
 
 class _ValueLook:
@@ -270,12 +277,11 @@ class _ValueLook:
         self._probe = probe
         self._watcher = _UntilOver(StepWatcher(named_tensors(model, batch), detailed=True), self)
         self._recorder = Recorder(model, self._watcher)
-        self._block = ExitStack()
+        self._undo = Undo()
 
     def begin(self) -> None:
         """Switch it on."""
-        self._block.enter_context(self._recorder.recording())
-        self._block.enter_context(self._recorder.calls)
+        self._recorder.follow(self._undo)
 
     def see_loss(self, loss: Tensor) -> None:
         with _unseen_by_engines():
@@ -283,7 +289,9 @@ class _ValueLook:
 
     def findings(self) -> list[Finding]:
         """Stop, and return what the values show; nothing where the loss or a gradient is not finite. Sync: one."""
-        self._block.close()
+        self._undo.end()
+        if not self.is_whole:
+            return []
         events = self._recorder.events[: self._watcher.seen]
         last = max((place for place, event in enumerate(events) if event.place.backward), default=None)
         if last is None:
@@ -294,6 +302,11 @@ class _ValueLook:
             return []
         api = api_in_use(self._setting(), step)
         return [*value_findings(step, api), *arithmetic_findings(step, api), *digits_findings(step, api)]
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether every op so far has ended: not after an interrupt, or an error, in one."""
+        return not self._watcher.is_in_op
 
     def _setting(self) -> Setting:
         level = self._probe.opt_level.replace(NO_LEVEL, "")
@@ -307,12 +320,15 @@ class _UntilOver:
 
     def __init__(self, inner: StepWatcher, look: _ValueLook) -> None:
         self.inner, self._look = inner, look
-        self.seen = 0
+        self.seen, self.is_in_op = 0, False
 
     def before(self, overload: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        return None if self._look.is_over else self.inner.before(overload, args, kwargs)
+        if self._look.is_over or self.is_in_op:
+            return None
+        self.is_in_op = True
+        return self.inner.before(overload, args, kwargs)
 
     def after(self, seen: Any, event: Any, result: Any) -> None:
         if seen is not None and not self._look.is_over:
             self.inner.after(seen, event, result)
-            self.seen += 1
+            self.seen, self.is_in_op = self.seen + 1, False

@@ -16,6 +16,7 @@ learns the outcome of a step, `gradient_measure` measures gradients, `idle_optim
 from __future__ import annotations
 
 import math
+import sys
 import time
 import warnings
 from collections import deque
@@ -24,7 +25,7 @@ from contextlib import suppress
 from dataclasses import replace
 from os import PathLike
 from textwrap import shorten
-from types import ModuleType
+from types import FrameType, ModuleType
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -56,11 +57,12 @@ from amplab.lab.step_look import StepLook
 from amplab.lab.step_rerun import CannotRunAgain, NeedsOtherRanks, StepRerun
 from amplab.lab.tensorboard_scalars import TensorBoardScalars
 from amplab.lab.watched_run import NO_LEVEL, WatchedRun
+from amplab.policies.casting.thread_scopes import block_at
 from amplab.policies.nested_tensors import samples_in
 from amplab.scalers.unscaler import local_shard
 from amplab.trace import Trace
 from amplab.trace.argument_checks import check_values
-from amplab.trace.as_found import remove_hook
+from amplab.trace.as_found import end_blocks_of, remove_hook
 from amplab.trace.handed_step import (
     Loss,
     Scaler,
@@ -137,9 +139,12 @@ class Watch:
         self._loss: float | Tensor | None = None
         self._loss_in_output = False
         self._measured = -1  # the step that was measured last
-        self._unrecorded: deque[_Outcome] = deque()  # several only after interrupts
+        self._unrecorded: tuple[_Outcome, ...] = ()  # several only after interrupts
+        self._taken: ScaledStep | ScaleRecord | None = None  # the last outcome that was added to them
         self._skips_in_a_row = self._bad_in_a_row = 0
         self._began = 0  # ns
+        self._block: _Block | None = None
+        self._handled: BaseException | None = None
 
     # -- in the loop -------------------------------------------------------------------------------
 
@@ -147,7 +152,7 @@ class Watch:
         """Start to follow the loop."""
         if self._ends:
             raise RuntimeError("this watch is in use: expected a new amplab.watch(...) for each `with` block.")
-        self._began = time.perf_counter_ns()
+        self._began, self._block, self._handled = time.perf_counter_ns(), _Block(sys._getframe(1)), sys.exception()
         self._ends.append(self._hooks.end)
         try:
             self._hooks.need("forward", self._probe.waits_for_forward)
@@ -168,14 +173,17 @@ class Watch:
         while self._ends:  # the probe first: it may report a last step
             self._ends[-1]()
             self._ends.pop()
-            if not self._ends:
-                self._look.end()
+        self._look.end()
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _trace: object) -> None:
         """Remove the hooks and close the log."""
         raised = "" if kind is None else shorten(f"{kind.__name__}: {error}", 120, placeholder="…")
+        self._block = None
         try:
             self._look.batch_ends()
+            if error is not None and not isinstance(error, Exception):
+                end_blocks_of(error, self._handled)  # torch's, which put a mode of a look back when the error is freed
+                self._look.interrupted()
             self._stop_following()
             self._ranks.end(raised)
             if self._unrecorded:
@@ -188,6 +196,13 @@ class Watch:
             self._check.end()
         if self._scalars is not None:
             self._scalars.close()
+
+    def _ends_late(self) -> bool:
+        """End the watch if its block has ended without `__exit__`, because an interrupt came where that began."""
+        if self._block is None or not self._block.has_ended():
+            return False
+        self.__exit__(None, None, None)
+        return True
 
     def batches(self, loader: Iterable[T]) -> Iterator[T]:
         """Yield the batches of a loader; keep those of a step until it is over, to run it again if it is skipped.
@@ -314,7 +329,7 @@ class Watch:
     # -- what the hooks see ------------------------------------------------------------------------
 
     def _see_forward(self, module: nn.Module, _args: object) -> None:
-        if module.training and torch.is_grad_enabled() and not self._rerun.at_work:
+        if module.training and torch.is_grad_enabled() and not self._rerun.at_work and not self._ends_late():
             self._at_forward()
 
     def _at_forward(self) -> None:
@@ -338,6 +353,8 @@ class Watch:
 
     def _see_gradients(self, *_: object) -> None:
         """Called before the optimizer's step, when the gradients exist."""
+        if self._ends_late():
+            return
         if self._unrecorded:
             self._record_rest()
         self._measured = self._steps
@@ -367,7 +384,14 @@ class Watch:
         return (self._loss is None or math.isfinite(self._loss)) and not self._probe.found_inf()
 
     def _take(self, outcome: ScaledStep | ScaleRecord) -> None:
-        self._unrecorded.append(_Outcome(outcome, self._loss))  # first, so that an interrupt does not lose the step
+        if self._ends_late():
+            return
+        if outcome is not self._taken:  # else a probe reports it again, because an interrupt has stopped this method
+            done = _Outcome(outcome, self._loss)
+            # One line without a call: CPython lets no interrupt in between.
+            self._unrecorded, self._taken = (*self._unrecorded, done), outcome
+        if not self._unrecorded:
+            return
         row = self._record_rest()
         step = row[0]
         self._rates.append((step, float(self._optimizers[0].param_groups[0]["lr"])))
@@ -393,7 +417,7 @@ class Watch:
         """Record the step that is over, and those before whose record was interrupted; return the last one."""
         while True:
             row = self._record(self._unrecorded[0])
-            self._unrecorded.popleft()
+            self._unrecorded = self._unrecorded[1:]
             if not self._unrecorded:
                 return row
 
@@ -537,6 +561,17 @@ class _Outcome:
     def __init__(self, outcome: ScaledStep | ScaleRecord, loss: float | Tensor | None) -> None:
         self.outcome, self.loss = outcome, loss
         self.step: int | None = None
+
+
+class _Block:
+    """The `with` block that `frame` has begun."""
+
+    def __init__(self, frame: FrameType) -> None:
+        self._frame, self._places = frame, block_at(frame.f_code, frame.f_lasti)
+
+    def has_ended(self) -> bool:
+        """Whether the frame is outside of the block; False for a block that another function has entered."""
+        return bool(self._places) and self._frame.f_lasti not in self._places
 
 
 class _Hook(NamedTuple):

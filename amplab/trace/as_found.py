@@ -32,8 +32,9 @@ from amplab.amp.apex.before_initialize import hooks_of
 from amplab.amp.deferred_interrupts import DeferredInterrupts
 from amplab.policies.casting.plan import torch_nesting
 from amplab.policies.casting.thread_scopes import AUTOCAST_FLAG, THREAD, function_modes, set_function_modes
+from amplab.trace.dispatch_mode import DispatchMode
 
-__all__ = ["Undo", "leaves_as_found", "remove_hook"]
+__all__ = ["Undo", "end_blocks_of", "leaves_as_found", "remove_hook"]
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -73,17 +74,32 @@ class Undo:
         self.add(functools.partial(remove_hook, hook, hooks))
         register(hook)
 
+    def enter(self, mode: DispatchMode) -> None:
+        """Put `mode` on the stack of this thread, and take it off at the end."""
+        self.add(mode.__exit__)
+        mode.__enter__()  # type: ignore[no-untyped-call]  # torch's has no annotations
+
+    def enter_block(self, block: Callable[[], "contextlib._GeneratorContextManager[Any]"]) -> Any:
+        """Enter a block that `contextlib.contextmanager` has made, until the end."""
+        entered = block()
+        self.add(entered.gen.close)
+        return entered.__enter__()
+
     def __exit__(self, _kind: object, error: BaseException | None, _traceback: object) -> None:
         """Undo everything; does nothing if that is done already."""
         interrupts = DeferredInterrupts()
         try:
             if error is not None and not isinstance(error, GeneratorExit):  # which comes at any time
-                _end_blocks_of(error, self._handled)
+                end_blocks_of(error, self._handled)
                 self._dispatch.restore()
                 self._run_inner()
             self.run()
         finally:
             interrupts.end()
+
+    def end(self) -> None:
+        """As the end of the `with` block, for what begins and ends in different calls."""
+        self.__exit__(None, None, None)
 
     def _run_inner(self) -> None:
         """Undo what blocks inside this one have left: an interrupt came where their own end began."""
@@ -125,8 +141,9 @@ def remove_hook(hook: Callable[..., Any], hooks: dict[int, Any]) -> None:
 def leaves_as_found(tool: Callable[P, R]) -> Callable[P, R]:
     """Decorate a tool: after an exception, an interrupt included, its thread is as it was when the call began.
 
-    Restored are modes, grad mode, autocast, hooks for saved tensors, the scopes of engines, and the hooks of modules,
-    of their parameters and of optimizers among the arguments; then what the `Undo`s of the call undo.
+    Grad mode and the settings of autocast are restored after every call. After an exception so are modes, hooks for
+    saved tensors, the scopes of engines, and the hooks of modules, of their parameters and of optimizers among the
+    arguments; then what the `Undo`s of the call undo.
 
     Sync: none.
 
@@ -148,11 +165,14 @@ def leaves_as_found(tool: Callable[P, R]) -> Callable[P, R]:
             interrupts.admit_one()
             found = _Found((*args, *kwargs.values()))
             try:
-                return tool(*args, **kwargs)
+                result = tool(*args, **kwargs)
             except BaseException as error:
                 interrupts.waits = True
                 found.restore(error)
                 raise
+            interrupts.waits = True
+            found.restore_settings()
+            return result
         finally:
             interrupts.waits = True
             interrupts.end()
@@ -200,7 +220,7 @@ class _Found:
 
     def restore(self, error: BaseException | None) -> None:
         """Restore it after `error`; a second call finishes what an interrupt has left."""
-        _end_blocks_of(error, self._handled)
+        end_blocks_of(error, self._handled)
         self._restore_torch()
         thread = THREAD.own
         for scope in [scope for scope in reversed(thread.scopes) if scope not in self._scopes]:
@@ -225,6 +245,10 @@ class _Found:
             torch.clear_autocast_cache()
             while int(torch_nesting()) > self._nesting:
                 torch.autocast_decrement_nesting()
+        self.restore_settings()
+
+    def restore_settings(self) -> None:
+        """Restore what code of the user, such as a forward that a tool has run, may have set."""
         for (read, write), before in zip(_SETTINGS, self._settings, strict=True):
             if read() != before:
                 write(before)
@@ -237,7 +261,7 @@ class _Found:
                     del hooks[number]
 
 
-def _end_blocks_of(error: BaseException | None, handled: BaseException | None) -> None:
+def end_blocks_of(error: BaseException | None, handled: BaseException | None) -> None:
     """End the blocks whose own code was stopped by `error`, or by what came before it since `handled` was raised.
 
     Else a block that is suspended in contextlib, and one of `torch.inference_mode`, end when `error` is freed, and

@@ -12,11 +12,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.overrides import TorchFunctionMode
 
 from amplab.policies import APEX, CastPolicy
 from amplab.policies.casting.plan import COMPOSITES, opened
-from amplab.policies.casting.thread_scopes import remove
+from amplab.policies.casting.thread_scopes import THREAD, OwnMode
 from amplab.trace.lines import CodeLine, user_line
 from amplab.trace.modules import ModuleStack
 
@@ -26,10 +25,13 @@ _PROPERTIES = ("shape", "dtype", "device", "layout", "ndim", "requires_grad", "i
 _READS = frozenset(getattr(Tensor, name).__get__ for name in _PROPERTIES) | {Tensor.dim, Tensor.size}
 """Functions that read a property of a tensor and compute nothing; these are the most frequent calls."""
 
+_UNNAMED = _READS | {torch._C._set_grad_enabled}
+"""Functions that run no op. An interrupt in a block's end before grad mode is restored would leave that off."""
+
 _RUNS_BACKWARD = (Tensor.backward, torch.autograd.backward, torch.autograd.grad)
 
 
-class Calls(TorchFunctionMode):
+class Calls(OwnMode):
     """The outermost call that is running, and whether autograd is.
 
     Attributes:
@@ -59,7 +61,7 @@ class Calls(TorchFunctionMode):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        if func in _READS:
+        if func in _UNNAMED:
             return func(*args)
         if func in self._opened:
             return self._open(func, args, kwargs or {})
@@ -69,9 +71,15 @@ class Calls(TorchFunctionMode):
         finally:
             self.name, self.autocast, self.line = before
 
+    def __enter__(self) -> "Calls":
+        """Name calls from here on."""
+        self.withdrawn = False
+        super().__enter__()  # type: ignore[no-untyped-call]  # torch's has no annotations
+        return self
+
     def __exit__(self, *_error: object) -> None:
         """Leave the stack of modes, from which an interrupted function of torch may have taken this mode already."""
-        remove(self)
+        THREAD.own.withdraw(self)
 
     @contextmanager
     def named(self, name: str) -> Iterator[None]:

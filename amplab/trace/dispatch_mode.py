@@ -1,20 +1,55 @@
 """`DispatchMode`: the base of the modes that intercept every aten op, also those of autograd's backward."""
 
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch._C._dynamo.guards import set_is_in_mode_without_ignore_compile_internals
+from torch.utils import _python_dispatch
+from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack, _pop_mode, _push_mode
 
 __all__ = ["DispatchMode"]
+
+_FLAGS = {
+    "old_dispatch_mode_flags": "_is_in_torch_dispatch_mode",
+    "old_non_infra_dispatch_mode_flags": "_is_in_non_infra_torch_dispatch_mode",
+    "old_without_ignore_compile_internals_dispatch_mode_flags": "_is_in_any_mode_without_ignore_compile_internals",
+}
+"""Where a mode stores what it found, and what torch stores about all modes: whether there is one of some kind."""
 
 
 class DispatchMode(TorchDispatchMode):
     """A dispatch mode that can be entered without importing the compiler, which takes seconds.
 
-    A subclass implements ``__torch_dispatch__``.
+    A subclass implements ``__torch_dispatch__``. Modes may end in any order.
 
     Reference: torch.utils._python_dispatch.TorchDispatchMode.
     """
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # torch's has no annotations
+
+    def __exit__(self, *_error: object) -> None:
+        """Leave this thread's stack of modes, at any depth; does nothing if this mode has not been entered.
+
+        torch's own takes off the topmost mode.
+        """
+        modes = _get_current_dispatch_mode_stack()
+        place = next((place for place, mode in enumerate(modes) if mode is self), len(modes))
+        above = modes[place + 1 :]
+        self._pass_on_flags(above[0] if above else None)
+        for mode in reversed(modes[place:]):
+            _pop_mode(getattr(mode, "_mode_key", None))
+        for mode in above:
+            _push_mode(mode)
+
+    def _pass_on_flags(self, above: TorchDispatchMode | None) -> None:
+        """Restore what torch has stored about the modes below; if there is a mode above, let that one do it."""
+        for memory, flag in _FLAGS.items():
+            found = getattr(self, memory)
+            if found and above is not None:
+                getattr(above, memory)[-1] = found.pop()
+            elif found:  # not yet, if `__enter__` was interrupted
+                setattr(_python_dispatch, flag, found.pop())
+        set_is_in_mode_without_ignore_compile_internals(
+            _python_dispatch._is_in_any_mode_without_ignore_compile_internals
+        )
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:

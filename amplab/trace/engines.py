@@ -6,12 +6,15 @@ numbers. Compiled *modules* are refused (`argument_checks`).
 """
 
 import sys
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
 
 import torch
 
 from amplab.policies import OpTable, thread_engines
 from amplab.policies.casting.thread_scopes import engine_at_work
+from amplab.trace.as_found import Undo
 
 __all__ = [
     "REQUESTS_DTYPE",
@@ -50,12 +53,15 @@ def clear_cast_caches() -> None:
         engine.clear_cache()
 
 
-def compiled_functions_eagerly() -> AbstractContextManager[None]:
-    """Return a context in which functions given to `torch.compile` run eagerly. Imports no compiler.
+@contextmanager
+def compiled_functions_eagerly() -> Iterator[None]:
+    """Run functions given to `torch.compile` eagerly in the block. Imports no compiler.
 
     Reference: torch.compiler.set_stance.
     """
-    if "torch._dynamo" not in sys.modules:
-        return nullcontext()
-    stance: AbstractContextManager[None] = torch.compiler.set_stance("force_eager")
-    return stance
+    eval_frame = sys.modules.get("torch._dynamo.eval_frame")
+    with Undo() as undo:
+        if eval_frame is not None:
+            undo.add(partial(eval_frame._set_stance, eval_frame._stance))
+            torch.compiler.set_stance("force_eager")
+        yield

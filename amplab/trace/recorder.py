@@ -26,6 +26,7 @@ from amplab.policies import (
     explaining,
 )
 from amplab.policies.modules.module_regions import module_rule_of_op
+from amplab.trace.as_found import Undo
 from amplab.trace.calls import Calls
 from amplab.trace.dispatch_mode import DispatchMode
 from amplab.trace.dtype_sources import DtypeSources
@@ -165,9 +166,16 @@ class Recorder:
             explaining() as self._explanation,
             self._modules.following(),
             kept,
-            _Ops(self._record),
+            Undo() as undo,
         ):
+            undo.enter(_Ops(self._record))
             yield
+
+    def follow(self, undo: Undo) -> None:
+        """Record every op until `undo` ends, and treat those of this thread as the model's code."""
+        undo.enter_block(self.recording)
+        undo.add(self.calls.__exit__)
+        self.calls.__enter__()
 
     def _record(self, overload: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         place = self._place()

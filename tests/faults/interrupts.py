@@ -13,6 +13,7 @@ function written in Python has returned, nor where a generator gets an exception
 import dis
 import functools
 import itertools
+import signal
 import sys
 from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
@@ -69,7 +70,8 @@ class _Injector:
             if self.points == self.at:
                 self.where = f"{Path(code.co_filename).name}:{frame.f_lineno}, {code.co_qualname}"
                 sys.settrace(None)
-                raise KeyboardInterrupt
+                signal.getsignal(signal.SIGINT)(signal.SIGINT, frame)  # raises KeyboardInterrupt, or lets it wait
+                return None
         return self
 
     def _is_point(self, frame: FrameType, event: str) -> bool:

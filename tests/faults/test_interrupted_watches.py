@@ -1,16 +1,25 @@
 """After an interrupt anywhere in a watched step, the log has every finished step once, and the loop goes on."""
 
+import contextlib
 import inspect
 import itertools
+import os
+import signal
+import sys
+from contextlib import nullcontext
 
 import pytest
 import torch
 from interrupts import PACKAGE, interrupted, interrupted_everywhere
 from torch import nn
+from torch.overrides import _get_current_function_mode_stack
+from torch.utils import _python_dispatch
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 import amplab
+from amplab import amp
 from amplab.lab import load_run, watch
+from amplab.lab.run_log import RunLog
 from amplab.lab.step_rerun import StepRerun
 
 # A generator that was interrupted can meet the interrupt again when it is deleted.
@@ -29,7 +38,10 @@ class Loop:
     def __init__(self, face, log):
         self.model = nn.Linear(2, 1)
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1)
-        self.scaler = SCALERS[face]()
+        self.is_apex = face == "apex"
+        if self.is_apex:
+            amp.initialize(self.model, self.optimizer, opt_level="O1", verbosity=0)
+        self.scaler = None if self.is_apex else SCALERS[face]()
         self.watch = watch(self.model, self.optimizer, scaler=self.scaler, log=log, every=3)
         self.finished = 0
         self.optimizer.register_step_post_hook(self.count)
@@ -40,20 +52,21 @@ class Loop:
     def step(self):
         self.optimizer.zero_grad()
         loss = self.watch.loss(self.model(torch.ones(4, 2)).square().mean())
-        if self.scaler is None:
-            loss.backward()
-            self.optimizer.step()
+        if self.scaler is not None:
+            self.scaler.scale(loss).backward()
+            self.scaler.step(self.optimizer)
+            self.scaler.update()
             return
-        self.scaler.scale(loss).backward()
-        self.scaler.step(self.optimizer)
-        self.scaler.update()
+        with amp.scale_loss(loss, self.optimizer) if self.is_apex else nullcontext(loss) as scaled:
+            scaled.backward()
+        self.optimizer.step()
 
-    def run(self, at):
+    def run(self, at, folders=FOLDERS):
         """Return what was interrupted."""
         with self.watch:
             self.step()
             self.step()
-            interrupt = interrupted(self.step, at, folders=FOLDERS)
+            interrupt = interrupted(self.step, at, folders=folders)
             if self.scaler is not None and self.scaler._per_optimizer_states:
                 self.scaler.update()  # the loop was interrupted before it, or in it
             self.step()
@@ -62,12 +75,13 @@ class Loop:
 
 
 @pytest.mark.parametrize("every", [5, pytest.param(1, marks=pytest.mark.long)])
-@pytest.mark.parametrize("face", SCALERS)
+@pytest.mark.parametrize("face", [*SCALERS, "apex"])
 def test_a_finished_step_is_in_the_log_once(face, every, tmp_path):
     tried, lost = 0, []
     for at in itertools.count(1, every):
         loop = Loop(face, tmp_path / f"{at}.jsonl")
         interrupt = loop.run(at)
+        amp.reset()
         steps = [record.step for record in loop.watch.history.records()]
         assert steps == list(range(len(steps))), interrupt
         assert [record.step for record in load_run(loop.watch.log_path).history.records()] == steps, interrupt
@@ -130,17 +144,124 @@ def test_a_step_that_runs_again_and_is_interrupted_leaves_the_model_and_the_rand
         assert torch.equal(torch.get_rng_state(), random), interrupt
 
 
-def test_no_mode_of_a_look_stays_on():
+def left_by(model, optimizer):
+    """What a watch may leave on, by name."""
+    optimizers = sys.modules["torch.optim.optimizer"]
+    found = {
+        "dispatch modes": _get_current_dispatch_mode_stack(),
+        "function modes": _get_current_function_mode_stack(),
+        "flags": [name for name, on in vars(_python_dispatch).items() if name.startswith("_is_in_") and on],
+        "hooks of all optimizers": optimizers._global_optimizer_pre_hooks or optimizers._global_optimizer_post_hooks,
+        "hooks of gradients": [each for each in model.parameters() if each._post_accumulate_grad_hooks],
+        "hooks of modules": [each for each in model.modules() if each._forward_hooks or each._forward_pre_hooks],
+        "hooks of the optimizer": optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks,
+        "grad mode": not torch.is_grad_enabled(),
+    }
+    return [name for name, on in found.items() if on]
+
+
+@pytest.mark.parametrize("every", [29, pytest.param(1, marks=pytest.mark.long)])
+@pytest.mark.parametrize("face", SCALERS)
+def test_nothing_of_a_look_stays_on_and_no_look_fails(face, every):
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 1))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    watches = []
+
+    def watched():
+        scaler = SCALERS[face]()
+        with amplab.watch(model, optimizer, scaler=scaler) as w:
+            watches[:] = [w]
+            for batch in w.batches([torch.ones(3, 2)] * 2):
+                optimizer.zero_grad()
+                loss = w.loss(model(batch).sum())
+                (loss if scaler is None else scaler.scale(loss)).backward()
+                if scaler is None:
+                    optimizer.step()
+                else:
+                    scaler.step(optimizer)
+                    scaler.update()
+
+    rooms = [f"{PACKAGE}/lab/step_look.py", f"{PACKAGE}/trace", f"{PACKAGE}/diagnose/train_step"]
+    torchs = [each.__file__ for each in (contextlib, _python_dispatch, torch.utils.hooks)]
+    watched()
+    for interrupt in interrupted_everywhere(watched, every=every, folders=[*rooms, *torchs]):
+        assert left_by(model, optimizer) == [], interrupt
+        assert not any("failed" in each for each in watches[0].failures), interrupt
+
+
+def test_a_watch_whose_exit_has_not_begun_ends_with_the_next_step():
     model = nn.Linear(2, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 
-    def watched():
-        with amplab.watch(model, optimizer) as w:
-            for batch in w.batches([torch.ones(3, 2)] * 2):
-                optimizer.zero_grad()
-                w.loss(model(batch).sum()).backward()
-                optimizer.step()
+    def step():
+        model(torch.ones(3, 2)).sum().backward()
+        optimizer.step()
 
-    watched()
-    for interrupt in interrupted_everywhere(watched, every=3, folders=[f"{PACKAGE}/lab/step_look.py"]):
-        assert _get_current_dispatch_mode_stack() == [], interrupt
+    def watched():
+        nonlocal w
+        with amplab.watch(model, optimizer) as w:
+            step()
+
+    w = None
+    assert interrupted(watched, 1, folders=[f"{PACKAGE}/lab/watch.py"], functions=["__exit__"]).escaped
+    assert left_by(model, optimizer) != []
+    step()
+    assert left_by(model, optimizer) == []
+    step()
+    assert [record.step for record in w.history.records()] == [0]
+
+
+@pytest.mark.parametrize("face", ["amplab", "torch"])
+def test_no_probe_loses_a_step_that_is_over(face, tmp_path):
+    """These report a step later than its hook runs."""
+    for at in itertools.count(1):
+        loop = Loop(face, tmp_path / f"{at}.jsonl")
+        interrupt = loop.run(at, folders=[f"{PACKAGE}/lab/scale_probe.py"])
+        steps = [record.step for record in loop.watch.history.records()]
+        assert steps == list(range(len(steps))), interrupt
+        assert [record.step for record in load_run(loop.watch.log_path).history.records()] == steps, interrupt
+        if interrupt is None:
+            assert len(steps) == 5
+            break
+        is_of_hook = "_see_call" in interrupt.where
+        assert loop.finished - is_of_hook <= len(steps) <= loop.finished, interrupt
+
+
+@pytest.mark.skipif(os.name != "posix", reason="sends SIGINT")
+def test_ctrl_c_while_a_log_is_begun_leaves_one_file(tmp_path, monkeypatch):
+    begin = RunLog.__init__
+
+    def interrupted_begin(*given, **options):
+        signal.raise_signal(signal.SIGINT)
+        begin(*given, **options)
+        signal.raise_signal(signal.SIGINT)
+
+    loop = Loop("none", tmp_path)
+    monkeypatch.setattr(RunLog, "__init__", interrupted_begin)
+    with loop.watch:
+        with pytest.raises(KeyboardInterrupt):
+            loop.step()
+        loop.step()
+    (file,) = tmp_path.iterdir()
+    assert [record.step for record in load_run(file).history.records()] == [0, 1]
+
+
+def test_a_tool_that_steps_the_scaler_in_a_watch_adds_no_record():
+    model = nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    scaler, x = torch.amp.GradScaler("cpu", init_scale=8.0), torch.ones(4, 2)
+
+    def train():
+        optimizer.zero_grad()
+        scaler.scale(model(x).square().mean()).backward()
+        scaler.step(optimizer)
+        scaler.update()
+
+    with amplab.watch(model, optimizer, scaler=scaler) as w:
+        train()
+        for _ in range(2):
+            amplab.doctor(
+                model, x, loss=lambda y: y.square().mean(), train_step=train, optimizer=optimizer, scaler=scaler
+            )
+        train()
+    assert len(w.history) == 2

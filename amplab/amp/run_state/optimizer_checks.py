@@ -190,7 +190,8 @@ def _is_not_negative(value: Any) -> bool:
 
 def _is_number(value: Any) -> bool:
     if isinstance(value, Tensor):
-        return value.numel() == 1 and not value.is_meta and dtype_kind(value) in ("integer", "float")
+        is_plain = value.layout is torch.strided and not (value.is_meta or value.is_quantized or value.is_nested)
+        return is_plain and value.numel() == 1 and dtype_kind(value) in ("integer", "float")
     return isinstance(value, int | float)
 
 

@@ -314,13 +314,16 @@ def _refuse_other_run(
     path: Path, state: dict[str, Any], models: list[Module], optimizers: list[Optimizer], scaler: GradScaler | None
 ) -> None:
     """Raise an error with all mismatches."""
-    problems = list(form_problems(state)) or [
-        *model_problems(models, state["models"]),
-        *optimizer_problems(optimizers, state["optimizers"]),
-        *session_problems(state["amp"] or {}),
-        *(scale_problems(state["scaler"]) if scaler is not None and scaler.is_enabled() and state["scaler"] else ()),
-        *rng_problems(state["rng"]),
-    ]
+    try:
+        problems = list(form_problems(state)) or [
+            *model_problems(models, state["models"]),
+            *optimizer_problems(optimizers, state["optimizers"]),
+            *session_problems(state["amp"] or {}),
+            *(scale_problems(state["scaler"]) if scaler and scaler.is_enabled() and state["scaler"] else ()),
+            *rng_problems(state["rng"]),
+        ]
+    except Exception as error:  # noqa: BLE001  tensors of rare kinds refuse to be compared with anything
+        problems = [f"it has a value that cannot be compared ({type(error).__name__}: {error})"]
     if problems:
         raise RunStateError(
             f"{path} does not match the arguments, and nothing was loaded: {'; '.join(problems)}. Create models, "

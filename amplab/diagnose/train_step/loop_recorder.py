@@ -25,6 +25,7 @@ from torch.optim.optimizer import (
 )
 from torch.utils._python_dispatch import _disable_current_modes
 
+from amplab.amp.deferred_interrupts import DeferredInterrupts
 from amplab.diagnose.train_step.loop_state import scales_of
 from amplab.diagnose.train_step.lost_updates import LostUpdates, ShadowStep
 from amplab.diagnose.train_step.masters import model_parameters
@@ -41,7 +42,7 @@ from amplab.diagnose.train_step.schedules import ScheduleWatch
 from amplab.diagnose.train_step.weight_averages import WeightAverages
 from amplab.formats import LOW_PRECISION_DTYPES
 from amplab.policies.nested_tensors import tensors_in
-from amplab.trace.as_found import Undo
+from amplab.trace.as_found import Undo, remove_hook
 from amplab.trace.dispatch_mode import DispatchMode
 from amplab.trace.handed_step import Scaler
 from amplab.trace.lines import call_of_user_line, user_line
@@ -193,27 +194,35 @@ class LoopRecorder:
     @contextmanager
     def recording(self) -> Iterator[None]:
         """Record while the block runs; every hook is removed at its end. Sync: one for each gradient that is there."""
+        with Undo() as undo:
+            self.record(undo)
+            yield
+
+    def record(self, undo: Undo) -> None:
+        """As `recording`, until `undo` ends."""
         there = {name: each.grad for name, each in self._named.items() if each.grad is not None}
         self._before = {name: grad for name, grad in there.items() if not math.isfinite(norm_of(grad))}
-        with Undo() as undo:
-            for name, parameter in self._named.items():
-                if parameter.requires_grad:
-                    delivered = partial(self._safely, self._deliver, name)
-                    undo.add(parameter.register_post_accumulate_grad_hook(delivered).remove)
-            # A global hook runs before those of the optimizer, which may hide gradients in a skipped step.
-            stepping, stepped = partial(self._safely, self._stepping), partial(self._safely, self._has_stepped)
-            undo.register(register_optimizer_step_pre_hook, stepping, _global_optimizer_pre_hooks)
-            undo.register(register_optimizer_step_post_hook, stepped, _global_optimizer_post_hooks)
-            with _Writes(self):
-                yield
+        for name, parameter in self._named.items():
+            if parameter.requires_grad:
+                delivered = partial(self._safely, self._deliver, name)
+                undo.add(partial(_remove_gradient_hook, delivered, parameter))
+                parameter.register_post_accumulate_grad_hook(delivered)
+        # A global hook runs before those of the optimizer, which may hide gradients in a skipped step.
+        stepping, stepped = partial(self._safely, self._stepping), partial(self._safely, self._has_stepped)
+        undo.register(register_optimizer_step_pre_hook, stepping, _global_optimizer_pre_hooks)
+        undo.register(register_optimizer_step_post_hook, stepped, _global_optimizer_post_hooks)
+        undo.enter(_Writes(self))
 
     def _safely(self, record: Callable[..., T], *given: Any) -> T | None:
-        """Call a method that records; keep its error."""
+        """Call a method that records; keep its error. An interrupt waits, so that no record is half made."""
+        interrupts = DeferredInterrupts()
         try:
             return record(*given)
         except Exception as error:  # noqa: BLE001  the user's loop goes on
             self.failure = self.failure or error
             return None
+        finally:
+            interrupts.end()
 
     def grads(self) -> dict[int, tuple[str, Tensor]]:
         """Return {address: (name, gradient)}; the gradient of a master has the name of the model's parameter."""
@@ -485,6 +494,10 @@ class LoopRecorder:
 
     def _number(self, optimizer: Optimizer) -> int | None:
         return next((n for n, each in enumerate(self._optimizers) if each is optimizer), None)
+
+
+def _remove_gradient_hook(hook: Callable[..., Any], parameter: Tensor) -> None:
+    remove_hook(hook, parameter._post_accumulate_grad_hooks or {})
 
 
 class _Writes(DispatchMode):

@@ -34,8 +34,11 @@ def kept(
     scalers = [(each, each.state) for each in scaler.scalers] if isinstance(scaler, Session) else []
     others = [*stateful, *([scaler] if isinstance(scaler, torch.amp.GradScaler) else [])]
     states = [(each, copy.deepcopy(each.state_dict())) for each in others]
+    iterations = [_Iteration.of(each) for each in others if isinstance(each, torch.amp.GradScaler)]
 
     def restore() -> None:
+        for iteration in iterations:
+            iteration.restore()
         for optimizer in saved:
             optimizer.restore()
         for scale, before in scalers:
@@ -47,6 +50,24 @@ def kept(
     with Undo() as undo:
         undo.add(restore)
         yield saved
+
+
+class _Iteration(NamedTuple):
+    """What a GradScaler has noted of each optimizer since its last `update`."""
+
+    scaler: torch.amp.GradScaler
+    noted: dict[int, dict[str, Any]]
+    copies: dict[int, dict[str, Any]]
+
+    @classmethod
+    def of(cls, scaler: torch.amp.GradScaler) -> _Iteration:
+        noted = scaler._per_optimizer_states
+        return cls(scaler, noted, {number: row.copy() for number, row in noted.items()})
+
+    def restore(self) -> None:
+        self.noted.clear()
+        self.noted.update(self.copies)
+        self.scaler._per_optimizer_states = self.noted
 
 
 def scales_of(scaler: Scaler | None) -> tuple[float, ...]:

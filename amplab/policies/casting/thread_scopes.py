@@ -50,6 +50,7 @@ __all__ = [
     "AUTOCAST_FLAG",
     "CastingMode",
     "CastingThread",
+    "OwnMode",
     "Scope",
     "ScopeMode",
     "ScopeOfMode",
@@ -382,11 +383,11 @@ class CastingThread:
         if before_op and ended and ended[-1].grad_enabled is not None and not torch.is_inference_mode_enabled():
             torch.set_grad_enabled(ended[-1].grad_enabled)
         if self.may_be_pushed_again:
-            for mode in [mode for mode in function_modes() if isinstance(mode, ScopeMode) and mode.withdrawn]:
+            for mode in [mode for mode in function_modes() if isinstance(mode, OwnMode) and mode.withdrawn]:
                 remove(mode)
                 self.may_be_pushed_again = False
 
-    def withdraw(self, mode: ScopeMode) -> None:
+    def withdraw(self, mode: OwnMode) -> None:
         """Take `mode` off the stack for good; a second call does nothing."""
         mode.withdrawn = True
         if not remove(mode):  # perhaps it handles a call, after which torch pushes it again
@@ -586,14 +587,18 @@ def casting_engine(device_type: str) -> CastingEngine | None:
 # -- the function modes of a thread ------------------------------------------------------------
 
 
-class ScopeMode(TorchFunctionMode):
-    """A function mode that a scope puts on the stack of a thread, and `CastingThread.withdraw` takes off.
+class OwnMode(TorchFunctionMode):
+    """A function mode that `CastingThread.withdraw` takes off the stack of a thread.
 
     Attributes:
         withdrawn: whether it has been taken off.
     """
 
     withdrawn = False
+
+
+class ScopeMode(OwnMode):
+    """A function mode that a scope puts on the stack of a thread."""
 
     def run_inside(self, inside: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Return `inside(*args, **kwargs)`, computed with this mode on the stack while it handles the call."""
