@@ -27,6 +27,7 @@ __all__ = ["Interrupt", "PACKAGE", "interrupted", "interrupted_everywhere"]
 PACKAGE = str(Path(amplab.__file__).parent)
 
 _CALLS = {"CALL", "CALL_FUNCTION_EX", "CALL_KW"}
+_NOP = dis.opmap["NOP"]
 
 
 class Interrupt(NamedTuple):
@@ -80,7 +81,8 @@ class _Injector:
             self._after_call.pop(id(frame), None)
             return frame.f_lasti not in _yields(frame.f_code)  # else it goes on, perhaps with an exception
         if event == "line":
-            return frame.f_lasti not in _ends_of_blocks(frame.f_code)
+            is_instruction = frame.f_code.co_code[frame.f_lasti] != _NOP  # as a line `try:` is
+            return is_instruction and frame.f_lasti not in _ends_of_blocks(frame.f_code)
         if event == "opcode":
             after_call = self._after_call.get(id(frame), False)
             self._after_call[id(frame)] = frame.f_lasti in _calls(frame.f_code)

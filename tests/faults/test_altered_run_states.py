@@ -176,6 +176,12 @@ def of_model(name, change):
     return alter
 
 
+def nested(weight):
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # that these may change
+        return torch.nested.nested_tensor(list(weight))
+
+
 SINGLE = {
     "no exp_avg": (of_adam(lambda each: each["state"][0].pop("exp_avg")), "parameter 0: its state has no exp_avg"),
     "lr -1": (of_adam(lambda each: each["param_groups"][0].update(lr=-1.0)), "lr is -1.0: expected a number >= 0"),
@@ -190,6 +196,8 @@ SINGLE = {
     "bool": (of_model("0.weight", torch.Tensor.bool), "0.weight is torch.bool"),
     "complex": (of_model("0.weight", torch.Tensor.cfloat), "0.weight is torch.complex64"),
     "meta": (of_model("0.weight", lambda each: each.to("meta")), "tensors without values"),
+    "sparse lr": (of_adam(lambda each: each["param_groups"][0].update(lr=torch.ones(1).to_sparse())), "lr is tensor"),
+    "nested": (of_model("0.weight", nested), "cannot be compared"),
     "shape": (of_model("0.weight", torch.Tensor.t), "0.weight is (6, 8) in the file and (8, 6) in the model"),
     "no models": (lambda state: state.pop("models"), 'the file has no "models"'),
     "growth": (lambda state: state["scaler"].update(growth_factor=float("nan")), "growth_factor"),

@@ -2,6 +2,7 @@
 
 import contextlib
 import gc
+import inspect
 import os
 import signal
 import subprocess
@@ -30,6 +31,7 @@ from amplab.policies import CastingEngine, casts_enabled, cpu_half_mode, thread_
 from amplab.policies.casting.plan import torch_nesting
 from amplab.trace.as_found import Undo, leaves_as_found
 from amplab.trace.dispatch_mode import DispatchMode
+from amplab.trace.engines import compiled_functions_eagerly
 from amplab.trace.kept_tensors import KeptTensors
 from amplab.trace.modules import ModuleStack
 from amplab.trace.weight_casts import WeightCasts
@@ -406,3 +408,36 @@ def test_what_an_inner_block_has_left_is_undone_before_the_outer_block():
     with pytest.raises(KeyboardInterrupt):
         tool()
     assert values == ["as it was"]
+
+
+def test_functions_are_compiled_again_after_a_tool_that_was_interrupted():
+    from torch._dynamo import decorators, eval_frame
+
+    def eagerly():
+        with compiled_functions_eagerly():
+            assert eval_frame._stance.stance == "force_eager"
+
+    files = inspect.getfile(decorators), contextlib.__file__, eval_frame.__file__, f"{PACKAGE}/trace"
+    for interrupt in interrupted_everywhere(leaves_as_found(eagerly), folders=files):
+        assert eval_frame._stance.stance == "default", interrupt
+
+
+class TurnsGradOff(nn.Module):
+    """A model whose forward turns grad mode off and fails before it turns that on again."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(8, 3)
+
+    def forward(self, x):
+        torch.set_grad_enabled(False)
+        raise ValueError("a batch that this model does not take")
+
+
+def test_a_model_that_turns_grad_mode_off_and_fails():
+    model = TurnsGradOff()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for options in ({}, {"train_step": lambda: model(X), "optimizer": optimizer}):
+        with contextlib.suppress(ValueError):
+            amplab.doctor(model, X, loss=lambda y: y.sum(), **options)
+        assert torch.is_grad_enabled()

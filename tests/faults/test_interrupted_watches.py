@@ -160,8 +160,9 @@ def left_by(model, optimizer):
     return [name for name, on in found.items() if on]
 
 
-@pytest.mark.parametrize("every", [29, pytest.param(1, marks=pytest.mark.long)])
-@pytest.mark.parametrize("face", SCALERS)
+@pytest.mark.parametrize(
+    ("face", "every"), [("torch", 2003), *(pytest.param(face, 7, marks=pytest.mark.long) for face in SCALERS)]
+)
 def test_nothing_of_a_look_stays_on_and_no_look_fails(face, every):
     model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 1))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -184,7 +185,7 @@ def test_nothing_of_a_look_stays_on_and_no_look_fails(face, every):
     rooms = [f"{PACKAGE}/lab/step_look.py", f"{PACKAGE}/trace", f"{PACKAGE}/diagnose/train_step"]
     torchs = [each.__file__ for each in (contextlib, _python_dispatch, torch.utils.hooks)]
     watched()
-    for interrupt in interrupted_everywhere(watched, every=every, folders=[*rooms, *torchs]):
+    for interrupt in interrupted_everywhere(watched, every=every, folders=[*rooms, *torchs], most=10**6):
         assert left_by(model, optimizer) == [], interrupt
         assert not any("failed" in each for each in watches[0].failures), interrupt
 
@@ -213,7 +214,7 @@ def test_a_watch_whose_exit_has_not_begun_ends_with_the_next_step():
 
 @pytest.mark.parametrize("face", ["amplab", "torch"])
 def test_no_probe_loses_a_step_that_is_over(face, tmp_path):
-    """These report a step later than its hook runs."""
+    """These report a step later than the optimizer's hook runs; one whose hook is interrupted may be missing."""
     for at in itertools.count(1):
         loop = Loop(face, tmp_path / f"{at}.jsonl")
         interrupt = loop.run(at, folders=[f"{PACKAGE}/lab/scale_probe.py"])
@@ -223,7 +224,7 @@ def test_no_probe_loses_a_step_that_is_over(face, tmp_path):
         if interrupt is None:
             assert len(steps) == 5
             break
-        is_of_hook = "_see_call" in interrupt.where
+        is_of_hook = any(name in interrupt.where for name in ("_see_call", "_Calls.see", "hear"))
         assert loop.finished - is_of_hook <= len(steps) <= loop.finished, interrupt
 
 

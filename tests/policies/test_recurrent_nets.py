@@ -244,8 +244,9 @@ def test_engines_inside_each_other():
 
 
 @pytest.mark.parametrize("level", ["O1", "O2", "O3"])
-def test_a_region_in_a_model_under_amp(level, capsys):
+def test_a_region_in_a_model_under_amp(level, capsys, request):
     torch.manual_seed(0)
+    request.addfinalizer(amp.reset)
     model = Tagger()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     model, optimizer = amp.initialize(model, optimizer, opt_level=level, verbosity=0, loss_scale=128.0)
