@@ -197,11 +197,14 @@ class Watch:
         if self._scalars is not None:
             self._scalars.close()
 
-    def _ends_late(self) -> bool:
-        """End the watch if its block has ended without `__exit__`, because an interrupt came where that began."""
+    def _is_over(self) -> bool:
+        """Whether the block has ended without `__exit__`, because an interrupt came where that began.
+
+        Then the next forward ends the watch. A hook of an optimizer cannot: torch iterates over their dict meanwhile.
+        """
         if self._block is None or not self._block.has_ended():
             return False
-        self.__exit__(None, None, None)
+        self._hooks.need("forward")
         return True
 
     def batches(self, loader: Iterable[T]) -> Iterator[T]:
@@ -329,7 +332,9 @@ class Watch:
     # -- what the hooks see ------------------------------------------------------------------------
 
     def _see_forward(self, module: nn.Module, _args: object) -> None:
-        if module.training and torch.is_grad_enabled() and not self._rerun.at_work and not self._ends_late():
+        if self._is_over():
+            self.__exit__(None, None, None)
+        elif module.training and torch.is_grad_enabled() and not self._rerun.at_work:
             self._at_forward()
 
     def _at_forward(self) -> None:
@@ -353,7 +358,7 @@ class Watch:
 
     def _see_gradients(self, *_: object) -> None:
         """Called before the optimizer's step, when the gradients exist."""
-        if self._ends_late():
+        if self._is_over():
             return
         if self._unrecorded:
             self._record_rest()
@@ -384,7 +389,7 @@ class Watch:
         return (self._loss is None or math.isfinite(self._loss)) and not self._probe.found_inf()
 
     def _take(self, outcome: ScaledStep | ScaleRecord) -> None:
-        if self._ends_late():
+        if self._is_over():
             return
         if outcome is not self._taken:  # else a probe reports it again, because an interrupt has stopped this method
             done = _Outcome(outcome, self._loss)

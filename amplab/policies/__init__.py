@@ -3,7 +3,7 @@
     tables/     which list an op is on, and why: CastPolicy, OpRule, OpTable, and the lists APEX, TORCH_CUDA, TORCH_CPU
     policy/     PrecisionPolicy: a table, a compute dtype, and the user's rules by op and by module
     casting/    where tensors are cast: CastingEngine (plans made of steps, the weight-cast cache), CompiledEngine (the
-                lists in C++), and what is switched on in a thread (thread_scopes)
+                lists in C++), and what is switched on in a thread (thread_scopes, function_modes)
     modules/    where module rules apply: apply_policy and its hooks
 
 What a rule computes keeps its dtype; `casting/mixed_arguments` casts the ops that get it with tensors of another dtype.

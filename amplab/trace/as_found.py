@@ -30,8 +30,9 @@ from torch.utils.hooks import RemovableHandle
 
 from amplab.amp.apex.before_initialize import hooks_of
 from amplab.amp.deferred_interrupts import DeferredInterrupts
+from amplab.policies.casting.function_modes import function_modes, set_function_modes
 from amplab.policies.casting.plan import torch_nesting
-from amplab.policies.casting.thread_scopes import AUTOCAST_FLAG, THREAD, function_modes, set_function_modes
+from amplab.policies.casting.thread_scopes import AUTOCAST_FLAG, THREAD
 from amplab.trace.dispatch_mode import DispatchMode
 
 __all__ = ["Undo", "end_blocks_of", "leaves_as_found", "remove_hook"]

@@ -14,8 +14,9 @@ import torch
 from torch import Tensor
 
 from amplab.policies import APEX, CastPolicy
+from amplab.policies.casting.function_modes import OwnMode
 from amplab.policies.casting.plan import COMPOSITES, opened
-from amplab.policies.casting.thread_scopes import THREAD, OwnMode
+from amplab.policies.casting.thread_scopes import THREAD
 from amplab.trace.lines import CodeLine, user_line
 from amplab.trace.modules import ModuleStack
 

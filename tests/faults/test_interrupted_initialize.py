@@ -36,7 +36,7 @@ OPTIMIZERS = {
 }
 OWN = types.ModuleType("own")
 OWN.double = double = lambda tensor: tensor * 2
-_CASTING = [f"policies/casting/{name}.py" for name in ("engine", "hook_scopes", "thread_scopes")]
+_CASTING = [f"policies/casting/{name}.py" for name in ("engine", "function_modes", "hook_scopes", "thread_scopes")]
 AMPLABS = [f"{PACKAGE}/{part}" for part in ("amp", "scalers", "parallel", "policies/modules", *_CASTING)]
 """Where things are changed; the rest builds tables and plans."""
 TORCHS = [inspect.getfile(each) for each in (torch.utils.hooks, nn.Module, torch.optim.Optimizer, weakref)]

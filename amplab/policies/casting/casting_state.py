@@ -4,16 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from amplab.policies.casting.function_modes import CastingMode, function_modes, set_function_modes
 from amplab.policies.casting.half_on_cpu import HalfMode
-from amplab.policies.casting.thread_scopes import (
-    THREAD,
-    CastingMode,
-    CastingThread,
-    Scope,
-    function_modes,
-    set_function_modes,
-    thread_engines,
-)
+from amplab.policies.casting.thread_scopes import THREAD, CastingThread, Scope, thread_engines
 
 if TYPE_CHECKING:
     from amplab.policies.casting.compiled_engine import CompiledMode

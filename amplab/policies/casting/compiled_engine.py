@@ -17,8 +17,9 @@ from amplab.kernels import DispatchCasts
 from amplab.kernels.dispatch_casts import CASTS, ON_CPU, PRODUCT, CastPlan, overloads
 from amplab.policies.casting.engine import CastingEngine
 from amplab.policies.casting.explanation import Explanation
+from amplab.policies.casting.function_modes import CastingMode
 from amplab.policies.casting.half_on_cpu import PRODUCTS, HalfMode
-from amplab.policies.casting.thread_scopes import THREAD, CastingMode
+from amplab.policies.casting.thread_scopes import THREAD
 from amplab.policies.policy.precision_policy import PrecisionPolicy
 from amplab.policies.tables.apex_table import APEX
 from amplab.policies.tables.op_table import CastPolicy, OpRule, OpTable, resolve

@@ -17,18 +17,11 @@ from typing import TYPE_CHECKING, Any
 from torch._C import _get_function_stack_at, _len_torch_function_stack, _push_on_torch_function_stack
 from torch.compiler import is_dynamo_compiling
 
+from amplab.policies.casting.function_modes import CastingMode, function_modes, insert_above_device, push_below_others
 from amplab.policies.casting.half_on_cpu import HalfMode
 from amplab.policies.casting.plan import ByName, KeptPlan, Plan, build_plan, on_device, torch_nesting
 from amplab.policies.casting.steps import CastCache, NoCastCache
-from amplab.policies.casting.thread_scopes import (
-    THREAD,
-    CastingMode,
-    Scope,
-    cpu_half_mode,
-    function_modes,
-    insert_above_device,
-    push_below_others,
-)
+from amplab.policies.casting.thread_scopes import THREAD, Scope, cpu_half_mode
 from amplab.policies.casting.torch_regions import meet_torch_region
 from amplab.policies.policy.precision_policy import PrecisionPolicy
 

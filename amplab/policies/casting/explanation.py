@@ -17,7 +17,7 @@ from amplab.policies.policy.precisions import Precision, precision_name
 from amplab.policies.tables.op_table import CastPolicy, OpRule
 
 if TYPE_CHECKING:
-    from amplab.policies.casting.thread_scopes import CastingMode
+    from amplab.policies.casting.function_modes import CastingMode
 
 __all__ = ["Decision", "ExplainedPlan", "Explanation", "decided", "reporting_run", "reporting_step"]
 

@@ -30,7 +30,7 @@ from amplab.policies.tables.apex_table import APEX
 from amplab.policies.tables.op_table import CastPolicy, OpRule
 
 if TYPE_CHECKING:
-    from amplab.policies.casting.thread_scopes import CastingMode
+    from amplab.policies.casting.function_modes import CastingMode
 
 __all__ = ["mixed_rules", "mixed_step"]
 

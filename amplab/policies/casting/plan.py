@@ -48,7 +48,7 @@ from amplab.policies.tables.op_table import CastPolicy, OpRule, OpTable, resolve
 from amplab.policies.tables.torch_cpu_table import ON_THE_CPU
 
 if TYPE_CHECKING:
-    from amplab.policies.casting.thread_scopes import CastingMode
+    from amplab.policies.casting.function_modes import CastingMode
 
 __all__ = [
     "ByName",

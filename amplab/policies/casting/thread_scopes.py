@@ -9,8 +9,6 @@ ended when that frame no longer runs, that of a block when the frame executes an
 `CastingThread.drop_ended` removes such scopes when scopes are entered or read, and before each op that a mode sees.
 A mode that finds this out casts nothing from this op on. torch puts it back on the stack after the op, so that it is
 removed by the next call of amplab.
-
-A mode looks up each op in its plan. Everything that changes what a mode does replaces the plan.
 """
 
 from __future__ import annotations
@@ -26,21 +24,21 @@ from types import CodeType, FrameType
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch._C import (
-    _get_function_stack_at,
-    _len_torch_function_stack,
-    _pop_torch_function_stack,
-    _push_on_torch_function_stack,
-)
-from torch._C._dynamo import eval_frame
+from torch._C import _len_torch_function_stack
 from torch.compiler import is_dynamo_compiling
-from torch.fx.experimental.proxy_tensor import PreDispatchTorchFunctionMode
 from torch.overrides import TorchFunctionMode
-from torch.utils._device import DeviceContext
 
 from amplab.policies.casting.explanation import Explanation
+from amplab.policies.casting.function_modes import (
+    CastingMode,
+    OwnMode,
+    ScopeMode,
+    function_modes,
+    insert_above_device,
+    push_below_others,
+    remove,
+)
 from amplab.policies.casting.half_on_cpu import DEFAULT_HALF_MODE, HalfMode
-from amplab.policies.casting.plan import NO_PLAN, torch_nesting
 
 if TYPE_CHECKING:
     from amplab.policies.casting.compiled_engine import CompiledMode
@@ -48,11 +46,8 @@ if TYPE_CHECKING:
 
 __all__ = [
     "AUTOCAST_FLAG",
-    "CastingMode",
     "CastingThread",
-    "OwnMode",
     "Scope",
-    "ScopeMode",
     "ScopeOfMode",
     "SUSPENDABLE",
     "THREAD",
@@ -64,13 +59,8 @@ __all__ = [
     "cpu_half_mode",
     "disable_casts",
     "explaining",
-    "function_modes",
-    "insert_above_device",
     "is_running",
-    "push_below_others",
-    "remove",
     "resume_casts",
-    "set_function_modes",
     "suspend_casts",
     "thread_engines",
 ]
@@ -286,6 +276,22 @@ class Scope:
             if scope.engine is engine:
                 return
         engine.clear_cache()
+
+
+class ScopeOfMode(Scope):
+    """A scope in which `mode`, which casts nothing itself, sees the ops."""
+
+    def __init__(self, mode: ScopeMode) -> None:
+        super().__init__()
+        self._mode = mode
+
+    def _begin(self, thread: CastingThread) -> None:
+        push_below_others(self._mode)
+        super()._begin(thread)
+
+    def _end(self, thread: CastingThread) -> None:
+        thread.withdraw(self._mode)
+        super()._end(thread)
 
 
 def _always() -> bool:
@@ -582,182 +588,3 @@ def casting_engine(device_type: str) -> CastingEngine | None:
         if mode.live and mode.engine.device_type in (None, device_type):
             return mode.engine
     return None
-
-
-# -- the function modes of a thread ------------------------------------------------------------
-
-
-class OwnMode(TorchFunctionMode):
-    """A function mode that `CastingThread.withdraw` takes off the stack of a thread.
-
-    Attributes:
-        withdrawn: whether it has been taken off.
-    """
-
-    withdrawn = False
-
-
-class ScopeMode(OwnMode):
-    """A function mode that a scope puts on the stack of a thread."""
-
-    def run_inside(self, inside: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Return `inside(*args, **kwargs)`, computed with this mode on the stack while it handles the call."""
-        if is_dynamo_compiling():
-            with self:
-                return inside(*args, **kwargs)
-        modes = function_modes()
-        try:  # not `with self`, which takes off the topmost mode: an interrupted op may have lost a mode
-            _push_on_torch_function_stack(self)
-            return inside(*args, **kwargs)
-        finally:
-            set_function_modes(modes)
-
-
-class CastingMode(ScopeMode, PreDispatchTorchFunctionMode):
-    """One entry of an engine on one thread's stack of function modes.
-
-    By its base class, regions of torch.autocast inside it are reported to it (see `torch_regions`).
-
-    Attributes:
-        engine: the engine whose plan the mode carries.
-        plan: function -> step; a function without a step runs as it is.
-        live: whether this is the mode that casts, for its device type.
-        explanation: where steps report to while somebody reads explanations.
-        watched, places: those of the innermost scope: it may have ended if `watched` executes another instruction.
-        has_ended: called before each op: whether a call in which casts are disabled has ended; None outside of one.
-        keeps_flag: False: `AUTOCAST_FLAG` is set only while the lists cast.
-        torch_nesting: `torch_nesting()` when the mode was made or got the last report of a region of torch.autocast.
-    """
-
-    live = keeps_flag = False
-    explanation: Explanation | None = None
-    watched: FrameType | None = None
-    places: frozenset[int] = _NOWHERE
-    has_ended: Callable[[], bool] | None = None
-
-    def __init__(self, engine: CastingEngine) -> None:
-        """Start with an empty plan; `CastingThread.give_plans` gives a plan to the live mode."""
-        self.engine = engine  # TorchFunctionMode has no state of its own
-        self.plan = NO_PLAN
-        self.torch_nesting = torch_nesting()
-
-    def rest(self) -> None:
-        """Cast nothing until the next plan."""
-        self.plan, self.has_ended, self.watched = NO_PLAN, None, None
-
-    def is_handling(self) -> bool:
-        """Whether the calling thread runs a call that this mode handles; torch takes it off the stack meanwhile."""
-        caller: FrameType | None = _getframe(1)
-        while caller is not None:
-            if caller.f_code is _HANDLER and caller.f_locals["self"] is self:
-                return True
-            caller = caller.f_back
-        return False
-
-    def __torch_function__(
-        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        """Run the step of `func`, or `func` itself if the plan has no step for it."""
-        if is_dynamo_compiling():
-            step = self.plan.traced_step(func, self.torch_nesting)
-        else:
-            watched, has_ended = self.watched, self.has_ended
-            if (watched is not None and watched.f_lasti not in self.places) or (has_ended is not None and has_ended()):
-                self.engine.drop_ended_scopes()
-            step = self.plan.get(func)
-        if step is None:
-            return func(*args, **kwargs) if kwargs else func(*args)
-        return step(self, func, args, kwargs or {})
-
-
-_HANDLER = CastingMode.__torch_function__.__code__
-
-# torch.compile traces the casts as a part of a graph. Between graphs it must not trace them as one of their own: there
-# it takes the dtype that `tensor.dtype` returns for an integer.
-eval_frame.set_code_exec_strategy(
-    _HANDLER,
-    eval_frame._FrameExecStrategy(eval_frame._FrameAction.SKIP, eval_frame._FrameAction.DEFAULT),
-)
-
-
-def function_modes() -> list[TorchFunctionMode]:
-    """Return this thread's stack of function modes, bottom first. A mode is not on it while it handles a call."""
-    return [_get_function_stack_at(place) for place in range(_len_torch_function_stack())]
-
-
-def insert_above_device(mode: TorchFunctionMode) -> None:
-    """Put `mode` at the bottom of this thread's stack, above the default device's context if there is one.
-
-    Open contexts pop from the top when they close, so a mode that may be removed at any time must be at the bottom.
-    Only the context of set_default_device, which has the attribute `old_device`, must be below it.
-    """
-    modes = function_modes()
-    place = _place_above_device(modes)
-    set_function_modes([*modes[:place], mode, *modes[place:]])
-
-
-class ScopeOfMode(Scope):
-    """A scope in which `mode`, which casts nothing itself, sees the ops."""
-
-    def __init__(self, mode: ScopeMode) -> None:
-        super().__init__()
-        self._mode = mode
-
-    def _begin(self, thread: CastingThread) -> None:
-        push_below_others(self._mode)
-        super()._begin(thread)
-
-    def _end(self, thread: CastingThread) -> None:
-        thread.withdraw(self._mode)
-        super()._end(thread)
-
-
-def push_below_others(mode: TorchFunctionMode) -> None:
-    """Put `mode` on top of the modes of scopes at the bottom of this thread's stack, below the modes of others.
-
-    Those pop from the top when they close, perhaps before a scope that `outlasts` them ends.
-    """
-    if _len_torch_function_stack() and not is_dynamo_compiling():
-        modes = function_modes()
-        place = _place_above_device(modes)
-        while place < len(modes) and isinstance(modes[place], ScopeMode):
-            place += 1
-        if place < len(modes):
-            set_function_modes([*modes[:place], mode, *modes[place:]])
-            return
-    _push_on_torch_function_stack(mode)
-
-
-def _place_above_device(modes: list[TorchFunctionMode]) -> int:
-    return 1 if modes and isinstance(modes[0], DeviceContext) and "old_device" in vars(modes[0]) else 0
-
-
-def remove(mode: TorchFunctionMode) -> bool:
-    """Remove `mode` from this thread's stack, at any depth, and return whether it was there."""
-    depth = top = _len_torch_function_stack()
-    while top and _get_function_stack_at(top - 1) is mode:
-        _pop_torch_function_stack()
-        top -= 1
-    if top < depth:
-        return True
-    modes = function_modes()
-    others = [other for other in modes if other is not mode]
-    if len(others) < len(modes):
-        set_function_modes(others)
-    return len(others) < len(modes)
-
-
-def set_function_modes(modes: list[TorchFunctionMode]) -> None:
-    """Make `modes`, bottom first, this thread's stack of function modes."""
-    try:
-        _replace_stack(modes)
-    except BaseException:  # an interrupt must not lose the modes of others
-        _replace_stack(modes)
-        raise
-
-
-def _replace_stack(modes: list[TorchFunctionMode]) -> None:
-    for _ in range(_len_torch_function_stack()):
-        _pop_torch_function_stack()
-    for mode in modes:
-        _push_on_torch_function_stack(mode)

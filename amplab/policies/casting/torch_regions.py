@@ -16,8 +16,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from amplab.policies.casting.casting_state import CastingState, casting_state
+from amplab.policies.casting.function_modes import CastingMode, function_modes
 from amplab.policies.casting.plan import torch_nesting
-from amplab.policies.casting.thread_scopes import THREAD, CastingMode, Scope, casting_engine, function_modes
+from amplab.policies.casting.thread_scopes import THREAD, Scope, casting_engine
 
 if TYPE_CHECKING:
     from amplab.policies.casting.engine import CastingEngine

@@ -36,15 +36,9 @@ from torch.compiler import is_dynamo_compiling
 from amplab.formats import LOW_PRECISION_DTYPES
 from amplab.policies.casting.engine import CastingEngine
 from amplab.policies.casting.explanation import Decision, decided
+from amplab.policies.casting.function_modes import push_below_others
 from amplab.policies.casting.hook_scopes import no_graph_of_its_own
-from amplab.policies.casting.thread_scopes import (
-    THREAD,
-    CastingThread,
-    Scope,
-    casts_enabled,
-    push_below_others,
-    thread_engines,
-)
+from amplab.policies.casting.thread_scopes import THREAD, CastingThread, Scope, casts_enabled, thread_engines
 from amplab.policies.modules.recomputation import ended_forward, next_node
 from amplab.policies.modules.uncalled_modules import UncalledModules
 from amplab.policies.modules.would_be_dtypes import WouldBeDtypes

@@ -28,15 +28,9 @@ from torch.autograd import _get_sequence_nr  # type: ignore[attr-defined]
 from torch.compiler import is_dynamo_compiling
 
 from amplab.policies.casting.engine import CastingEngine
+from amplab.policies.casting.function_modes import CastingMode, ScopeMode, function_modes, set_function_modes
 from amplab.policies.casting.plan import opened
-from amplab.policies.casting.thread_scopes import (
-    THREAD,
-    CastingMode,
-    ScopeMode,
-    ScopeOfMode,
-    function_modes,
-    set_function_modes,
-)
+from amplab.policies.casting.thread_scopes import THREAD, ScopeOfMode
 
 __all__ = ["RuledForward", "ended_forward", "next_node", "recomputing_by_rules"]
 

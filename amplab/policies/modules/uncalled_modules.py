@@ -15,8 +15,9 @@ from torch import Tensor, nn
 from torch.compiler import is_dynamo_compiling
 from torch.nn import Parameter
 
+from amplab.policies.casting.function_modes import ScopeMode
 from amplab.policies.casting.hook_scopes import HookScopes
-from amplab.policies.casting.thread_scopes import ScopeMode, ScopeOfMode
+from amplab.policies.casting.thread_scopes import ScopeOfMode
 from amplab.policies.tables.apex_table import APEX
 from amplab.policies.tables.op_table import CastPolicy, OpRule
 

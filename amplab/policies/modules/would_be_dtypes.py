@@ -19,8 +19,8 @@ from torch.compiler import is_dynamo_compiling
 from torch.utils.weak import WeakIdKeyDictionary
 
 from amplab.formats import LOW_PRECISION_DTYPES
+from amplab.policies.casting.function_modes import ScopeMode
 from amplab.policies.casting.plan import composites_of, opened
-from amplab.policies.casting.thread_scopes import ScopeMode
 from amplab.policies.nested_tensors import floating_tensors_in
 from amplab.policies.policy.precision_policy import PrecisionPolicy
 from amplab.policies.policy.precisions import tensor_dtype

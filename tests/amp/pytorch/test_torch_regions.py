@@ -12,7 +12,8 @@ from torch.utils.checkpoint import checkpoint
 import amplab
 from amplab import amp
 from amplab.policies import CastingEngine, PrecisionPolicy, thread_engines
-from amplab.policies.casting.thread_scopes import THREAD, set_function_modes
+from amplab.policies.casting.function_modes import set_function_modes
+from amplab.policies.casting.thread_scopes import THREAD
 
 HALF, BFLOAT16, FLOAT = torch.float16, torch.bfloat16, torch.float32
 X = torch.ones(2, 2)
