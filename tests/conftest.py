@@ -12,6 +12,7 @@ import signal
 import sys
 import tempfile
 import threading
+import time
 import warnings
 from collections.abc import Generator, Iterator
 from contextlib import contextmanager
@@ -110,6 +111,9 @@ def _taken_off():
 
     optimizers = sys.modules["torch.optim.optimizer"]
     hooks = optimizers._global_optimizer_pre_hooks, optimizers._global_optimizer_post_hooks
+    end = time.monotonic() + 10
+    while any(hooks) and time.monotonic() < end:  # the thread of a trainer may run a tool
+        time.sleep(0.01)
     found = {
         "dispatch modes": _get_current_dispatch_mode_stack(),
         "function modes": torch.overrides._get_current_function_mode_stack(),
