@@ -389,12 +389,12 @@ class Watch:
         return (self._loss is None or math.isfinite(self._loss)) and not self._probe.found_inf()
 
     def _take(self, outcome: ScaledStep | ScaleRecord) -> None:
-        if self._is_over():
-            return
         if outcome is not self._taken:  # else a probe reports it again, because an interrupt has stopped this method
             done = _Outcome(outcome, self._loss)
             # One line without a call: CPython lets no interrupt in between.
             self._unrecorded, self._taken = (*self._unrecorded, done), outcome
+        if self._is_over():
+            self._unrecorded = self._unrecorded[:-1]
         if not self._unrecorded:
             return
         row = self._record_rest()
