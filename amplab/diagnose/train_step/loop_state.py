@@ -34,7 +34,8 @@ def kept(
     scalers = [(each, each.state) for each in scaler.scalers] if isinstance(scaler, Session) else []
     others = [*stateful, *([scaler] if isinstance(scaler, torch.amp.GradScaler) else [])]
     states = [(each, copy.deepcopy(each.state_dict())) for each in others]
-    iterations = [_Iteration.of(each) for each in others if isinstance(each, torch.amp.GradScaler)]
+    enabled = [each for each in others if isinstance(each, torch.amp.GradScaler) and each.is_enabled()]
+    iterations = list(map(_Iteration.of, enabled))
 
     def restore() -> None:
         for iteration in iterations:
