@@ -11,10 +11,12 @@ import argparse
 import importlib
 import inspect
 import os
+import signal
 import sys
 import tempfile
 import uuid
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from difflib import get_close_matches
 from pathlib import Path
 from types import FunctionType
@@ -62,14 +64,38 @@ def main(arguments: Sequence[str] | None = None) -> int:
     Args:
         arguments: the words after ``amplab``; None takes those of the process.
     """
-    options, unknown = build_parser().parse_known_args(arguments)
+    with _ended_by_ctrl_c(is_own := arguments is None):  # imports of torch take seconds
+        options, unknown = build_parser().parse_known_args(arguments)
     if unknown:
         return refuse(options, ValueError(unknown_words(options, unknown)))
     run: Callable[[argparse.Namespace], int] = options.run
     try:
         return run(options)
     except KeyboardInterrupt:
+        _end_by_ctrl_c(is_own)  # without the traceback of what runs at exit
         return INTERRUPTED
+
+
+@contextmanager
+def _ended_by_ctrl_c(is_own: bool) -> Iterator[None]:
+    """Let Ctrl-C end this process at once in the block: there is nothing to save, and an import may discard it.
+
+    Args:
+        is_own: Whether the command line is that of this process.
+    """
+    before = _end_by_ctrl_c(is_own)
+    try:
+        yield
+    finally:
+        if before is not None:
+            signal.signal(signal.SIGINT, before)
+
+
+def _end_by_ctrl_c(is_own: bool) -> Any:
+    """Let Ctrl-C end this process at once; return the handler from before, None if nothing has changed."""
+    if not is_own or signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
+        return None
+    return signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
 def open_lab(options: argparse.Namespace) -> int:

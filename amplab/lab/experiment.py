@@ -139,7 +139,7 @@ class Experiment:
         self._step = 0
         self._began: float | None = None
         self._faults: frozenset[str] = frozenset()  # of the next step
-        self._rerun = StepRerun(self._model, None, self._loss_again, self._session)
+        self._rerun = self._new_rerun()
         self._last: StepRecord | None = None  # while the step can run again
         self._last_loss_id = 0
         self._mixed_scales: MixedScales | None = None
@@ -293,9 +293,14 @@ class Experiment:
             self._switch_session(old, config)
             self._loss_scale = self._lowest_scale()
             self._measure_memory_until = self._step + 2
-            self._rerun = StepRerun(self._model, None, self._loss_again, self._session)  # of the level's buffers
+            self._rerun = self._new_rerun()  # of the level's buffers
         self._set_rates(config)
         self._config = config
+
+    def _new_rerun(self) -> StepRerun:
+        rerun = StepRerun(self._model, None, self._loss_again, self._session)
+        rerun.begin()
+        return rerun
 
     def save(self, path: Path, extra: dict[str, Any]) -> None:
         """Save the experiment between two steps, with `extra` values that `load` returns; see `save_run_state`.

@@ -19,7 +19,7 @@ from amplab.amp import Session, is_autocast_enabled
 from amplab.diagnose import FirstNonfinite, first_nonfinite
 from amplab.parallel.ranks import data_parallel, exchanges_in_forward, this_rank
 from amplab.policies.nested_tensors import tensors_in
-from amplab.trace.as_found import Undo, leaves_as_found
+from amplab.trace.as_found import Undo, leaves_as_found, remove_hook
 from amplab.trace.handed_step import Loss, Scaler
 from amplab.trace.modules import UncopiedHook
 from amplab.trace.untouched import unless_undone
@@ -88,14 +88,18 @@ class StepRerun:
         self.at_work = False
         self._loop_in_autocast: bool | None = None  # around the model's forward, as far as it is known
         casts_itself = isinstance(scaler, Session)  # a session casts when a step runs again too
-        sees = self._runs_again and (not casts_itself or this_rank() is not None)
+        self._sees_loop = self._runs_again and (not casts_itself or this_rank() is not None)
         self.wrappers: list[DistributedDataParallel] = []  # around the model that the watch got
-        self._hook = model.register_forward_pre_hook(UncopiedHook(unless_undone(self._see_loop))) if sees else None
+        self._hook = UncopiedHook(unless_undone(self._see_loop))
+
+    def begin(self) -> None:
+        """The loop begins: look at its first forward."""
+        if self._sees_loop:
+            self._model.register_forward_pre_hook(self._hook)
 
     def end(self) -> None:
-        """Remove the hook."""
-        if self._hook is not None:
-            self._hook.remove()
+        """Remove the hook; a second call does nothing."""
+        remove_hook(self._hook, self._model._forward_pre_hooks)
 
     def remember(self, batch: Any) -> None:
         """Keep a reference to the batch, and copies of the random state and of the buffers. Sync: none."""

@@ -35,6 +35,7 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from amplab.amp import ScaleRecord, Session, master_params
+from amplab.amp.deferred_interrupts import DeferredInterrupts
 from amplab.diagnose import Findings, Observation, finding_of, run_findings
 from amplab.diagnose.catalogue import finding
 from amplab.diagnose.remedies.api_styles import Api, ApiStyle
@@ -153,8 +154,9 @@ class Watch:
         if self._ends:
             raise RuntimeError("this watch is in use: expected a new amplab.watch(...) for each `with` block.")
         self._began, self._block, self._handled = time.perf_counter_ns(), _Block(sys._getframe(1)), sys.exception()
-        self._ends.append(self._hooks.end)
         try:
+            self._ends.append(self._hooks.end)
+            self._rerun.begin()
             self._hooks.need("forward", self._probe.waits_for_forward)
             self._hooks.need("output")
             self._hooks.need("gradients")
@@ -162,11 +164,11 @@ class Watch:
             self._ends.append(before_untouched(self._look.pause))  # a tool, whose steps are none of the loop
             self._ends.append(self._idle.follow())
             self._ends.append(self._probe.follow(self._optimizers[0], self._take))
+            return self
         except BaseException:  # an interrupt: the block does not begin, so `__exit__` is not called
             self._stop_following()
             self._rerun.end()
             raise
-        return self
 
     def _stop_following(self) -> None:
         """Remove all hooks; a second call removes those that the first has left."""
@@ -363,16 +365,29 @@ class Watch:
         if self._unrecorded:
             self._record_rest()
         self._measured = self._steps
-        if self._steps % self._every == 0:
-            self._measure.take()
-        elif self._steps % _LARGEST_EVERY == 0:
-            self._measure.take_largest()
+        if self._measures:
+            self._take_measure()
         if self._checks_before_step and (self._measure.is_finite is False or not self._is_finite_so_far()):
             self._bad_in_a_row += 1
             if self._bad_in_a_row == 1:  # after this step the weights contain NaN
                 self._run_again(self._steps, self._probe.scale(), self._loss, 1)
         else:
             self._bad_in_a_row = 0
+
+    @property
+    def _measures(self) -> bool:
+        return self._steps % self._every == 0 or self._steps % _LARGEST_EVERY == 0
+
+    def _take_measure(self) -> None:
+        """Measure the gradients. An interrupt waits: where `torch.no_grad` ends, it would leave grad mode off."""
+        interrupts = DeferredInterrupts()
+        try:
+            if self._steps % self._every == 0:
+                self._measure.take()
+            else:
+                self._measure.take_largest()
+        finally:
+            interrupts.end()
 
     @property
     def _steps(self) -> int:
@@ -455,8 +470,7 @@ class Watch:
 
     def _choose_hooks(self, has_loss: bool) -> None:
         """Keep the hooks that the next step needs; the output's is not needed if loop or scaler report the loss."""
-        measures = self._steps % self._every == 0 or self._steps % _LARGEST_EVERY == 0
-        self._hooks.need("gradients", measures or self._checks_before_step)
+        self._hooks.need("gradients", self._measures or self._checks_before_step)
         if self._steps == 1 and has_loss and not self._loss_in_output:
             self._hooks.need("output", needed=False)
 

@@ -92,7 +92,8 @@ class Dashboard(ipywidgets.VBox):  # type: ignore[misc]  # ipywidgets has no typ
 
     def close(self) -> None:
         """Remove the widgets from the page; the experiment continues."""
-        self._presenter.close()
+        if hasattr(self, "_presenter"):  # else an interrupt has come before it was made
+            self._presenter.close()
         close_inside(self)
         super().close()
 

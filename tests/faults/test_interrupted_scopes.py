@@ -6,7 +6,7 @@ from contextlib import contextmanager
 
 import pytest
 import torch
-from interrupts import PACKAGE, interrupted_everywhere
+from interrupts import PACKAGE, interrupted, interrupted_everywhere
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 
@@ -330,3 +330,18 @@ def test_a_region_and_a_mode_of_another_task_end_in_any_order(other):
     asyncio.run(both(amplab.autocast("cpu", torch.float16), other()))
     assert _get_current_function_mode_stack() == []
     assert product() is torch.float32
+
+
+def test_reset_removes_the_mode_of_a_region_that_was_interrupted():
+    """Also where `initialize` was never called, as in a loop of GradScaler."""
+
+    region()  # makes the lists
+    for interrupt in interrupted_everywhere(region):
+        amp.reset()
+        assert _get_current_function_mode_stack() == [], interrupt
+
+
+def test_reset_removes_the_mode_of_a_region_whose_exit_has_not_begun():
+    assert interrupted(region, 1, functions=["__exit__"]) is not None
+    amp.reset()
+    assert _get_current_function_mode_stack() == []

@@ -269,3 +269,34 @@ def test_a_tool_that_steps_the_scaler_in_a_watch_adds_no_record():
             )
         train()
     assert len(w.history) == 2
+
+
+def test_a_watch_whose_block_has_not_begun_has_no_hook():
+    model = nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    unused = amplab.watch(model, optimizer, step=lambda x: model(x).sum())
+    assert left_by(model, optimizer) == []
+    for interrupt in interrupted_everywhere(unused.__enter__, folders=[f"{PACKAGE}/lab/{name}" for name in BEGINNING]):
+        assert left_by(model, optimizer) == [], interrupt
+    unused.__exit__(None, None, None)
+    assert left_by(model, optimizer) == []
+
+
+BEGINNING = "watch.py", "step_rerun.py", "step_look.py", "idle_optimizers.py"
+
+
+@pytest.mark.skipif(os.name != "posix", reason="sends SIGINT")
+def test_ctrl_c_while_gradients_are_measured_leaves_grad_mode_on():
+    loop = Loop("none", None)
+
+    def measured(take=loop.watch._measure.take):
+        with torch.no_grad():
+            signal.raise_signal(signal.SIGINT)
+            assert not torch.is_grad_enabled()
+            take()
+
+    loop.watch._measure.take = measured
+    with loop.watch:
+        with pytest.raises(KeyboardInterrupt):
+            loop.step()
+        assert torch.is_grad_enabled()

@@ -6,6 +6,7 @@ the working folder first on the path, before a line of amplab runs; `python -P -
 """
 
 import argparse
+import importlib.util
 import os
 import subprocess
 import sys
@@ -13,8 +14,10 @@ from importlib.metadata import packages_distributions
 from pathlib import Path
 
 import pytest
+from jupyter_client.manager import KernelManager
 
 from amplab.cli import build_parser
+from amplab.launch.server import lab_environment
 
 AMPLAB = str(Path(sys.executable).with_name("amplab"))
 OTHERS = {"amplab", "torch", "triton", "plotly", "sitecustomize", "usercustomize"}
@@ -114,3 +117,26 @@ def test_the_attack_is_one(planted):
 def test_no_suite_of_measurements_runs_one(planted, suite):
     kernels = "require" if suite == "casting" else "reference"  # it has no reference, so a build is attacked too
     assert ran(planted, [AMPLAB, "bench", suite, "--rounds", "1"], kernels=kernels) == ""
+
+
+def test_no_module_beside_a_notebook_hides_one_that_is_installed(tmp_path, monkeypatch):
+    """The others can be imported: who runs a cell beside them wants that."""
+    for name in {*packages_distributions(), *OTHERS, *sys.stdlib_module_names} - {"distutils"}:
+        if name.isidentifier() and importlib.util.find_spec(name) is not None:
+            (tmp_path / f"{name}.py").write_text(PLANTED.format(ran=str(tmp_path / "ran")))
+    (tmp_path / "beside.py").write_text("")
+    for name, value in lab_environment(os.environ).items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.delenv("PYTHONPATH", raising=False)
+    manager = KernelManager(kernel_name="python3")
+    manager.start_kernel(cwd=str(tmp_path))
+    client = manager.blocking_client()
+    try:
+        client.start_channels()
+        client.wait_for_ready(timeout=100)
+        reply = client.execute("import amplab.lab, torch, plotly, beside", reply=True, timeout=100)
+        assert reply["content"]["status"] == "ok"
+    finally:
+        client.stop_channels()
+        manager.shutdown_kernel(now=True)
+    assert not (tmp_path / "ran").exists()

@@ -2,9 +2,11 @@
 
 import contextlib
 import os
+import signal
 import subprocess
 import sys
 import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -258,3 +260,18 @@ def test_workers_of_a_loader_that_start_inside_a_region_cast_by_their_own():
         assert (X @ X.T).dtype is torch.float16
     assert len(rows) == 4
     assert all(cast.all() for _, cast in rows)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+@pytest.mark.parametrize("seconds", [0.0, 0.3, 0.6, 1.2])
+def test_ctrl_c_while_a_command_imports_torch_prints_no_traceback(seconds, tmp_path):
+    command = [str(Path(sys.executable).with_name("amplab")), "train", "--steps", "100000", "--log", str(tmp_path)]
+    started = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    maps, end = Path(f"/proc/{started.pid}/maps"), time.monotonic() + 60
+    while "libtorch" not in maps.read_text() and time.monotonic() < end:
+        time.sleep(0.01)
+    time.sleep(seconds)
+    started.send_signal(signal.SIGINT)
+    _, said = started.communicate(timeout=100)
+    assert started.returncode in (130, -signal.SIGINT)
+    assert "Traceback" not in said

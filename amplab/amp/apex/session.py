@@ -67,6 +67,7 @@ from amplab.amp.backward.records import MemoryUse, ScaleRecord, StepOutcome
 from amplab.formats import LOW_PRECISION_DTYPES
 from amplab.parallel.combined_ddp import CombinedDDP
 from amplab.policies import CastingEngine, CastPolicy, PrecisionPolicy, recomputing_by_rules
+from amplab.policies.casting.thread_scopes import THREAD
 from amplab.scalers import CombinedUnscaler, Unscaler
 
 __all__ = ["Session"]
@@ -412,6 +413,7 @@ class Session:
 
         A call that is interrupted is finished by the next one, which also undoes an interrupted `initialize`.
         """
+        THREAD.own.drop_ended()
         self._hooks.release_all()
         self._change_settings(OptProperties(), None)
         self.registered.forget()

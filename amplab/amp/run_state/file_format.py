@@ -108,7 +108,7 @@ def read_run_state(path: Path) -> dict[str, Any]:
             f"{path} is a checkpoint that save_run_state did not write; it holds {held}. Load it with torch.load and "
             "pass each part to its own load_state_dict."
         )
-    if state[_MARK] != FORMAT:
+    if type(state[_MARK]) is not int or state[_MARK] != FORMAT:
         raise RunStateError(
             f"{path} has format {state[_MARK]!r}, written by amplab {state.get('amplab')}: amplab {__version__} reads "
             f"format {FORMAT}; install the amplab that wrote it, or a newer one."
