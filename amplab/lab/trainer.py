@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import atexit
 import math
+import os
 import time
 import traceback
 import weakref
@@ -78,6 +79,7 @@ STEP_LIMIT = 1_000_000
 LOWEST_SPEED = 0.001
 """Steps per second: at a lower speed a run that goes on looks like one that hangs."""
 
+_PATIENCE = 0.1  # seconds between two looks at a run that is waited for
 _EXIT_SECONDS = 5.0
 _PAUSE_SECONDS = 2.0  # in which a pause explains left-over skips; the others have a button
 
@@ -549,6 +551,8 @@ class Trainer:
     def run(self, steps: int) -> History:
         """Train `steps` steps and return the history when they are done; an interrupt pauses at a step boundary.
 
+        If another thread starts the experiment meanwhile, without a limit, it goes on.
+
         Raises:
             RuntimeError: The experiment is running already, has stopped or failed, or fails in one of these steps.
             ValueError: `steps` is not a whole number > 0.
@@ -558,8 +562,10 @@ class Trainer:
             with self._lock:
                 if self._state == "running":
                     raise RuntimeError(f"run({steps}): the experiment is running already; call pause() first.")
+                end = len(self.history) + steps
                 self.start(steps)
-            self.wait()
+            while not self.wait(_PATIENCE) and len(self.history) <= end:
+                pass  # more steps than these only if it was started again
         except KeyboardInterrupt:
             self.pause()
             self.wait()
@@ -941,6 +947,8 @@ def _period(speed: float | None) -> float:
 
 
 _LIVE: weakref.WeakSet[Trainer] = weakref.WeakSet()
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_LIVE.clear)  # a forked process has none of their threads
 
 
 def _no_warning(report: kernels.BuildReport) -> None:

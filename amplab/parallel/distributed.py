@@ -125,6 +125,8 @@ def _free_groups() -> None:
         for name in ("reducer", "logger"):
             wrapper.__dict__.pop(name, None)
         groups.append(group)
+    if not groups:
+        return
     for group in groups:
         with suppress(ValueError, RuntimeError, AssertionError):  # the program has destroyed it
             if dist.is_initialized() and dist.get_backend(group) == "gloo":

@@ -20,6 +20,10 @@ __all__ = ["BitExplorer", "explorer_html"]
 _CELL = "display:inline-block;width:22px;margin:1px;text-align:center;border:1px solid"
 
 
+MOST_STEPS = 2**12
+"""From one number to another, in one call or message."""
+
+
 class BitExplorer(anywidget.AnyWidget):
     """Explore the bits, the value, the neighbors and the range of the formats of mixed precision.
 
@@ -95,7 +99,13 @@ class BitExplorer(anywidget.AnyWidget):
         self._show(self._state.with_flipped(position))
 
     def step(self, steps: int = 1) -> None:
-        """Go up by `steps` numbers of the format, or down if `steps` is negative."""
+        """Go up by `steps` numbers of the format, or down if `steps` is negative.
+
+        Raises:
+            ValueError: More than `MOST_STEPS` at once.
+        """
+        if abs(steps) > MOST_STEPS:
+            raise ValueError(f"step({steps}): expected at most {MOST_STEPS} steps up or down; enter a number instead.")
         self._show(self._state.with_step(steps))
 
     def _show(self, state: BitState) -> None:
@@ -107,7 +117,7 @@ class BitExplorer(anywidget.AnyWidget):
         match message:
             case {"flip": int() as position}:
                 self.flip(position)
-            case {"step": int() as steps}:
+            case {"step": int() as steps} if abs(steps) <= MOST_STEPS:
                 self.step(steps)
             case {"pick": str() as format_name}:
                 self.pick(format_name)

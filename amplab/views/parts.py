@@ -185,7 +185,9 @@ def _is_range(message: Message) -> bool:
     """Return whether a message names a part of a run in numbers, or none."""
     if "last" in message:
         return is_number(message["last"]) and message["last"] >= 1
-    return message.get("low") is None or (is_number(message["low"]) and is_number(message.get("high")))
+    if "low" not in message:
+        return False
+    return message["low"] is None or (is_number(message["low"]) and is_number(message.get("high")))
 
 
 class Panels(Part):

@@ -10,8 +10,11 @@ from __future__ import annotations
 import threading
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from queue import Empty, SimpleQueue
+
+from amplab.amp.deferred_interrupts import DeferredInterrupts
 
 __all__ = ["PERIOD", "Pace", "Ticker"]
 
@@ -26,6 +29,16 @@ Job = Callable[[], None]
 
 def _nothing() -> None:
     """Do nothing: the job that only wakes the thread."""
+
+
+@contextmanager
+def _uninterrupted() -> Iterator[None]:
+    """Let Ctrl-C, and an interrupt of the kernel, wait: else a thread that never starts may count as the ticker's."""
+    interrupts = DeferredInterrupts()
+    try:
+        yield
+    finally:
+        interrupts.end()
 
 
 class Ticker:
@@ -48,21 +61,23 @@ class Ticker:
     def wake(self) -> None:
         """Request a tick; cheap enough to be called at every step."""
         if not self._awake:
-            self._awake = True
-            self.call(_nothing)
+            with _uninterrupted():
+                self._awake = True
+                self.call(_nothing)
 
     def call(self, job: Job) -> None:
         """Run `job` in the ticker's thread as soon as it is free."""
-        with self._lock:
+        with _uninterrupted(), self._lock:
             if not self._closed:
                 self._put(job)
 
     def call_latest(self, name: str, job: Job) -> None:
         """Run `job` as `call` does; if one of this name waits, in its place."""
-        with self._lock:
-            is_waiting, self._latest[name] = name in self._latest, job
-        if not is_waiting:
-            self.call(lambda: self._run_latest(name))
+        with _uninterrupted():
+            with self._lock:
+                is_waiting, self._latest[name] = name in self._latest, job
+            if not is_waiting:
+                self.call(lambda: self._run_latest(name))
 
     def _run_latest(self, name: str) -> None:
         with self._lock:

@@ -375,3 +375,37 @@ def test_trainers_that_train_at_once_draw_the_random_numbers_of_their_own_seeds(
     assert all(each.wait(200) for each in together)
     assert torch.equal(torch.get_rng_state(), state)
     assert [records(each) for each in together] == [records(each) for each in alone]
+
+
+def test_a_run_that_is_started_again_meanwhile_returns(trainer):
+    trainer.set_speed(200)
+    starter = threading.Timer(0.1, trainer.start)
+    starter.start()
+    try:
+        assert len(trainer.run(40)) > 40
+        assert trainer.state == "running"
+    finally:
+        starter.join()
+        trainer.stop()
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="forks")
+def test_a_forked_process_waits_for_no_trainer_of_its_parent():
+    code = """
+import os, time
+from amplab.lab import ExperimentConfig, Trainer
+from amplab.lab.trainer import _stop_all
+trainer = Trainer(ExperimentConfig(hidden=16))
+trainer.start()
+if os.fork() == 0:
+    began = time.monotonic()
+    _stop_all()  # which runs when Python exits
+    print(time.monotonic() - began, flush=True)
+    os._exit(0)
+os.wait()
+trainer.stop()
+"""
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", code], capture_output=True, text=True, timeout=100, check=True
+    )
+    assert float(done.stdout) < 2

@@ -16,7 +16,7 @@ from amplab.display.palette import PALETTE
 from amplab.formats import FORMATS
 from amplab.views import BitExplorer
 from amplab.views.assets import module, stylesheet
-from amplab.views.bit_explorer import explorer_html
+from amplab.views.bit_explorer import MOST_STEPS, explorer_html
 from amplab.views.bit_explorer_payload import BitState, explorer_payload
 
 any_format = st.sampled_from(list(FORMATS))
@@ -330,3 +330,14 @@ def contrast(one, other):
 def test_every_hue_can_be_read_on_the_themes_background(theme, background):
     hues = [PALETTE[name][theme] for name in ("sign", "exponent", "fraction", "warning")]
     assert all(contrast(hue, background) >= 4.5 for hue in hues)
+
+
+def test_a_number_of_steps_that_would_take_long_is_refused():
+    explorer = BitExplorer("1", "float32")
+    for steps in (10**15, -(10**400), MOST_STEPS + 1):
+        explorer._handle_custom_msg({"step": steps}, [])
+        assert explorer.value == 1.0
+        with pytest.raises(ValueError, match="expected at most 4096 steps up or down"):
+            explorer.step(steps)
+    explorer._handle_custom_msg({"step": MOST_STEPS}, [])
+    assert explorer.value == 1.0 + MOST_STEPS * 2.0**-23

@@ -268,6 +268,12 @@ def test_a_page_that_zooms_gets_every_step_of_its_range_once(lab: Dashboard, wir
     lab._presenter.wake()
     settle(lab, until)
     assert len(ranges(wire)) == sent
+    for without in ({}, {"high": 3}):  # "low"
+        tell(parts(lab).live, type="range", view="a", **without)
+    sent = len(frames(wire))
+    history.append(record(100_003))
+    lab._presenter.wake()
+    until(lambda: len(frames(wire)) > sent)
 
 
 def test_a_step_selected_anywhere_is_selected_everywhere(lab: Dashboard, until) -> None:

@@ -5,6 +5,8 @@ import threading
 import time
 from itertools import pairwise
 
+from interrupts import interrupted
+
 from amplab.views.ticker import Pace, Ticker
 
 
@@ -119,3 +121,22 @@ def test_whatever_a_job_or_the_report_of_it_raises_the_thread_goes_on(until, cap
     ticker.close()
     assert "SystemExit: the job" in failures[0]
     assert "SystemExit: the notice" in capsys.readouterr().err
+
+
+def test_a_ticker_goes_on_after_an_interrupt_anywhere_in_a_call(until) -> None:
+    """One between the making of its thread and the start of that would let nothing run again."""
+    done: list[str] = []
+
+    def hand_over() -> None:
+        ticker.call_latest("select", lambda: done.append("latest"))
+        ticker.wake()
+
+    for at in range(1, 1000):
+        ticker = Ticker(lambda: done.append("tick"), on_failure=done.append, period=0.001)
+        interrupt = interrupted(hand_over, at, folders=[sys.modules[Ticker.__module__].__file__])
+        done.clear()
+        hand_over()
+        until(lambda: "latest" in done and "tick" in done)
+        ticker.close()
+        if interrupt is None:
+            break
