@@ -8,8 +8,15 @@ import json
 import os
 import tempfile
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from datetime import date
 from pathlib import Path
+
+try:
+    import fcntl
+except ImportError:  # Windows
+    fcntl = None  # type: ignore[assignment]
 
 __all__ = ["PROGRESS", "read_progress", "record_right"]
 
@@ -26,11 +33,12 @@ def record_right(name: str) -> None:
     if not named:
         return
     path = Path(named)
-    solved = read_progress(path)
-    if name in solved:
+    if name in read_progress(path):
         return
     try:
-        _replace(path, json.dumps({**solved, name: date.today().isoformat()}, indent=1, sort_keys=True) + "\n")
+        with _alone(path.parent):
+            solved = {**read_progress(path), name: date.today().isoformat()}
+            _replace(path, json.dumps(solved, indent=1, sort_keys=True) + "\n")
     except OSError as error:
         warnings.warn(f"{path}: {error.strerror or error}; the exercise is not noted as solved.", stacklevel=2)
 
@@ -42,6 +50,20 @@ def read_progress(path: Path) -> dict[str, str]:
     except (OSError, ValueError):
         return {}
     return {str(name): str(day) for name, day in read.items()} if isinstance(read, dict) else {}
+
+
+@contextmanager
+def _alone(folder: Path) -> Iterator[None]:
+    """Let other processes wait that change a file in `folder`: of two at once, one would lose what the other adds."""
+    if fcntl is None:
+        yield
+        return
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(handle)
 
 
 def _replace(path: Path, text: str) -> None:

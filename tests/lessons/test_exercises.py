@@ -2,6 +2,9 @@
 
 import json
 import math
+import os
+import subprocess
+import sys
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -252,3 +255,13 @@ def test_the_tests_of_a_lesson_are_asked_for_each_verdict() -> None:
     assert unheard(["98-1"], [("98-1", right), ("98-1", wrong), ("98-1", still_open)]) == []
     assert unheard(["98-1"], [("98-1", right), ("98-2", wrong)]) == ["98-1: no open answer", "98-1: no wrong answer"]
     assert len(unheard(["98-1", "98-2"], [])) == 6
+
+
+@pytest.mark.skipif(os.name != "posix", reason="needs file locks")
+def test_exercises_that_two_kernels_solve_at_once_are_both_noted(tmp_path):
+    names = [[f"{kernel}-{number}" for number in range(100)] for kernel in (1, 2)]
+    code = "import sys\nfrom amplab.lessons.progress import record_right\nfor name in sys.argv[1:]: record_right(name)"
+    environment = os.environ | {PROGRESS: str(tmp_path / "progress.json")}
+    kernels = [subprocess.Popen([sys.executable, "-c", code, *each], env=environment) for each in names]
+    assert [each.wait(timeout=100) for each in kernels] == [0, 0]
+    assert set(read_progress(tmp_path / "progress.json")) == {*names[0], *names[1]}
