@@ -378,11 +378,11 @@ def test_trainers_that_train_at_once_draw_the_random_numbers_of_their_own_seeds(
 
 
 def test_a_run_that_is_started_again_meanwhile_returns(trainer):
-    trainer.set_speed(200)
-    starter = threading.Timer(0.1, trainer.start)
+    trainer.set_speed(20)
+    starter = threading.Timer(0.5, trainer.start)
     starter.start()
     try:
-        assert len(trainer.run(40)) > 40
+        assert len(trainer.run(30)) > 30
         assert trainer.state == "running"
     finally:
         starter.join()
