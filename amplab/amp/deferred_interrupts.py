@@ -41,6 +41,14 @@ class DeferredInterrupts:
         if self._is_on:
             signal.signal(signal.SIGINT, self)
 
+    def __enter__(self) -> "DeferredInterrupts":
+        """Let SIGINT wait until the end of a `with` block."""
+        return self
+
+    def __exit__(self, *_error: object) -> None:
+        """As `end`."""
+        self.end()
+
     def __call__(self, number: int, frame: FrameType | None) -> None:
         """Handle SIGINT."""
         if self.waits:

@@ -256,12 +256,9 @@ class RunStore:
             folder = agreed_text("run log", lambda: _reserved(path.with_suffix("")))  # the clocks of ranks may differ
             path = rank_log(Path(folder), place.rank)
         create = partial(RunLog, config=self._config, rank=place)
-        interrupts = DeferredInterrupts()  # the next step would begin another file
-        try:
+        with DeferredInterrupts():  # the next step would begin another file
             self._log = log = create(path) if place is not None else create_free(path, create)
             self._path = log.path
-        finally:
-            interrupts.end()
         return log
 
     def _tell_full(self, error: OSError) -> None:

@@ -380,14 +380,11 @@ class Watch:
 
     def _take_measure(self) -> None:
         """Measure the gradients. An interrupt waits: where `torch.no_grad` ends, it would leave grad mode off."""
-        interrupts = DeferredInterrupts()
-        try:
+        with DeferredInterrupts():
             if self._steps % self._every == 0:
                 self._measure.take()
             else:
                 self._measure.take_largest()
-        finally:
-            interrupts.end()
 
     @property
     def _steps(self) -> int:

@@ -1,7 +1,8 @@
 """The thread that changes the widgets: it runs jobs in order, and a tick at most ten times a second.
 
 The trainer's thread only reports that something changed (`wake`). The kernel's thread receives the page's messages and
-queues them (`call`). Both calls return at once. Without jobs and changes for a second the thread ends, and the next one
+queues them (`call`). Both calls return at once, and an interrupt of the kernel waits for them: else a thread that was
+never started might count as this one. Without jobs and changes for a second the thread ends, and the next one
 starts another: a cell that runs again leaves its widgets behind, which must not keep a thread.
 """
 
@@ -10,8 +11,7 @@ from __future__ import annotations
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from queue import Empty, SimpleQueue
 
 from amplab.amp.deferred_interrupts import DeferredInterrupts
@@ -29,16 +29,6 @@ Job = Callable[[], None]
 
 def _nothing() -> None:
     """Do nothing: the job that only wakes the thread."""
-
-
-@contextmanager
-def _uninterrupted() -> Iterator[None]:
-    """Let Ctrl-C, and an interrupt of the kernel, wait: else a thread that never starts may count as the ticker's."""
-    interrupts = DeferredInterrupts()
-    try:
-        yield
-    finally:
-        interrupts.end()
 
 
 class Ticker:
@@ -61,19 +51,19 @@ class Ticker:
     def wake(self) -> None:
         """Request a tick; cheap enough to be called at every step."""
         if not self._awake:
-            with _uninterrupted():
+            with DeferredInterrupts():
                 self._awake = True
                 self.call(_nothing)
 
     def call(self, job: Job) -> None:
         """Run `job` in the ticker's thread as soon as it is free."""
-        with _uninterrupted(), self._lock:
+        with DeferredInterrupts(), self._lock:
             if not self._closed:
                 self._put(job)
 
     def call_latest(self, name: str, job: Job) -> None:
         """Run `job` as `call` does; if one of this name waits, in its place."""
-        with _uninterrupted():
+        with DeferredInterrupts():
             with self._lock:
                 is_waiting, self._latest[name] = name in self._latest, job
             if not is_waiting:

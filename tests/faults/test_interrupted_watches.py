@@ -61,6 +61,13 @@ class Loop:
             scaled.backward()
         self.optimizer.step()
 
+    def recorded(self, interrupt):
+        """The numbers of the steps, each once and in order, in memory and in the log."""
+        steps = [record.step for record in self.watch.history.records()]
+        assert steps == list(range(len(steps))), interrupt
+        assert [record.step for record in load_run(self.watch.log_path).history.records()] == steps, interrupt
+        return steps
+
     def run(self, at, folders=FOLDERS):
         """Return what was interrupted."""
         with self.watch:
@@ -82,9 +89,7 @@ def test_a_finished_step_is_in_the_log_once(face, every, tmp_path):
         loop = Loop(face, tmp_path / f"{at}.jsonl")
         interrupt = loop.run(at)
         amp.reset()
-        steps = [record.step for record in loop.watch.history.records()]
-        assert steps == list(range(len(steps))), interrupt
-        assert [record.step for record in load_run(loop.watch.log_path).history.records()] == steps, interrupt
+        steps = loop.recorded(interrupt)
         if interrupt is None:
             assert len(steps) == 5
             break
@@ -221,9 +226,7 @@ def test_no_probe_loses_a_step_that_is_over(face, tmp_path):
     for at in itertools.count(1):
         loop = Loop(face, tmp_path / f"{at}.jsonl")
         interrupt = loop.run(at, folders=[f"{PACKAGE}/lab/scale_probe.py"])
-        steps = [record.step for record in loop.watch.history.records()]
-        assert steps == list(range(len(steps))), interrupt
-        assert [record.step for record in load_run(loop.watch.log_path).history.records()] == steps, interrupt
+        steps = loop.recorded(interrupt)
         if interrupt is None:
             assert len(steps) == 5
             break

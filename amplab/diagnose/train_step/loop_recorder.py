@@ -215,14 +215,12 @@ class LoopRecorder:
 
     def _safely(self, record: Callable[..., T], *given: Any) -> T | None:
         """Call a method that records; keep its error. An interrupt waits, so that no record is half made."""
-        interrupts = DeferredInterrupts()
-        try:
-            return record(*given)
-        except Exception as error:  # noqa: BLE001  the user's loop goes on
-            self.failure = self.failure or error
-            return None
-        finally:
-            interrupts.end()
+        with DeferredInterrupts():
+            try:
+                return record(*given)
+            except Exception as error:  # noqa: BLE001  the user's loop goes on
+                self.failure = self.failure or error
+                return None
 
     def grads(self) -> dict[int, tuple[str, Tensor]]:
         """Return {address: (name, gradient)}; the gradient of a master has the name of the model's parameter."""
