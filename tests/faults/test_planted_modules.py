@@ -6,10 +6,10 @@ the working folder first on the path, before a line of amplab runs; `python -P -
 """
 
 import argparse
-import importlib.util
 import os
 import subprocess
 import sys
+from importlib.machinery import PathFinder
 from importlib.metadata import packages_distributions
 from pathlib import Path
 
@@ -120,9 +120,12 @@ def test_no_suite_of_measurements_runs_one(planted, suite):
 
 
 def test_no_module_beside_a_notebook_hides_one_that_is_installed(tmp_path, monkeypatch):
-    """The others can be imported: who runs a cell beside them wants that."""
+    """The others can be imported: who runs a cell beside them wants that.
+
+    PathFinder alone is asked: the finder of setuptools warns once something has imported distutils.
+    """
     for name in {*packages_distributions(), *OTHERS, *sys.stdlib_module_names} - {"distutils"}:
-        if name.isidentifier() and importlib.util.find_spec(name) is not None:
+        if name.isidentifier() and (name == "amplab" or PathFinder.find_spec(name) is not None):
             (tmp_path / f"{name}.py").write_text(PLANTED.format(ran=str(tmp_path / "ran")))
     (tmp_path / "beside.py").write_text("")
     for name, value in lab_environment(os.environ).items():
