@@ -27,7 +27,8 @@ PROGRESS = "AMPLAB_PROGRESS"
 def record_right(name: str) -> None:
     """Note that the exercise `name` is solved, with the day; without AMPLAB_PROGRESS, do nothing.
 
-    A file that cannot be written is a warning: the verdict on the answer is correct all the same.
+    A file that cannot be written is a warning: the verdict on the answer is correct all the same. So is a damaged file,
+    which is kept beside the new one as ``….damaged``.
     """
     named = os.environ.get(PROGRESS)
     if not named:
@@ -37,7 +38,7 @@ def record_right(name: str) -> None:
         return
     try:
         with _alone(path.parent):
-            solved = {**read_progress(path), name: date.today().isoformat()}
+            solved = {**_solved_so_far(path), name: date.today().isoformat()}
             _replace(path, json.dumps(solved, indent=1, sort_keys=True) + "\n")
     except OSError as error:
         warnings.warn(f"{path}: {error.strerror or error}; the exercise is not noted as solved.", stacklevel=2)
@@ -46,10 +47,33 @@ def record_right(name: str) -> None:
 def read_progress(path: Path) -> dict[str, str]:
     """Return the solved exercises and the day of each; a file that is missing or unreadable has none."""
     try:
-        read = json.loads(path.read_text(encoding="utf-8"))
+        return _read(path)
     except (OSError, ValueError):
         return {}
-    return {str(name): str(day) for name, day in read.items()} if isinstance(read, dict) else {}
+
+
+def _read(path: Path) -> dict[str, str]:
+    """Return the solved exercises; raise OSError without a file, ValueError for one that does not hold them."""
+    try:
+        read = json.loads(path.read_text(encoding="utf-8"))
+    except RecursionError:
+        read = None
+    if not isinstance(read, dict):
+        raise ValueError("expected a dict")
+    return {str(name): str(day) for name, day in read.items()}
+
+
+def _solved_so_far(path: Path) -> dict[str, str]:
+    """Return the solved exercises of a file that is about to be replaced; set a damaged one aside."""
+    try:
+        return _read(path)
+    except FileNotFoundError:
+        return {}
+    except ValueError:
+        aside = path.with_name(f"{path.name}.damaged")
+        os.replace(path, aside)
+        warnings.warn(f"{path} is damaged; it is kept as {aside.name}, and a new one begins.", stacklevel=3)
+        return {}
 
 
 @contextmanager

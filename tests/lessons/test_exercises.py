@@ -218,11 +218,26 @@ def test_a_right_answer_is_recorded_once(monkeypatch: pytest.MonkeyPatch, tmp_pa
     assert [each.name for each in tmp_path.iterdir()] == ["progress.json"]
 
 
-@pytest.mark.parametrize("text", ["", "[1]", "{", "3"])
-def test_a_broken_file_has_no_progress(tmp_path: Path, text: str) -> None:
-    (tmp_path / "progress.json").write_text(text)
-    assert read_progress(tmp_path / "progress.json") == {}
+@pytest.mark.parametrize("text", ["", "[1]", "{", "3", "[" * 100_000, '{"98-9": "2000-01-01"'])
+def test_a_broken_file_has_no_progress_and_is_kept(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, text: str) -> None:
+    path = tmp_path / "progress.json"
+    path.write_text(text)
+    assert read_progress(path) == {}
     assert read_progress(tmp_path / "absent.json") == {}
+    monkeypatch.setenv(PROGRESS, str(path))
+    with pytest.warns(UserWarning, match="is damaged; it is kept as progress.json.damaged"):
+        record_right("98-1")
+    assert list(read_progress(path)) == ["98-1"]
+    assert (tmp_path / "progress.json.damaged").read_text() == text
+
+
+def test_a_file_that_cannot_be_read_is_not_replaced(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    path = tmp_path / "progress.json"
+    path.mkdir()
+    monkeypatch.setenv(PROGRESS, str(path))
+    with pytest.warns(UserWarning, match="not noted"):
+        record_right("98-1")
+    assert path.is_dir()
 
 
 def test_a_file_that_cannot_be_written_is_a_warning(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
