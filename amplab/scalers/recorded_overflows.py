@@ -34,6 +34,7 @@ REASONS = (
 
 _DECIDED, _NOT_FINITE, _CENSORED, _NOT_MEASURED, _WITHIN_BINADE = range(len(REASONS))
 _NEAR = 32  # steps; measured steps further away than this are not used
+_FARTHEST = 9999  # exponents of which every limit is inf or 0 anyway
 _LEAST_SPREAD = 3  # binades by which gradients may differ from those of a step nearby
 
 
@@ -170,7 +171,7 @@ def overflow_verdict(
     "this scale moves part of the binade of the largest recorded gradient past the format's largest value"
     """
     scales = None if recorded_scale is None else np.array([recorded_scale])
-    nearby = None if neighbor is None else np.array([float(neighbor)])
+    nearby = None if neighbor is None else _sizes([neighbor]).exponents
     overflows = _overflows(_sizes([recorded]), scales, fmt, nearby)
     (reason,) = overflows.doubts(np.array([scale])).tolist()
     found_inf = bool(scale >= overflows.limits[0]) if 0.0 < scale < math.inf else True
@@ -202,7 +203,8 @@ def _sizes_of(exponents: np.ndarray, unmeasured: np.ndarray) -> _Sizes:
     unknown = ~(exponents < math.inf)
     reasons[unknown] = _NOT_FINITE
     reasons[unmeasured] = _NOT_MEASURED
-    return _Sizes(np.where(unknown, -math.inf, exponents), reasons)
+    whole = np.where(np.isfinite(exponents), np.clip(exponents, -_FARTHEST, _FARTHEST), -math.inf)
+    return _Sizes(whole, reasons)
 
 
 def _size_of(histogram: ExponentHistogram) -> tuple[float, int]:
@@ -244,7 +246,7 @@ def _limit_of(exponents: np.ndarray, fmt: FloatFormat) -> np.ndarray:
     """Return the least scale under which a gradient of 2^exponent rounds to inf; inf for -inf, no gradient."""
     limits = np.full(len(exponents), math.inf)
     finite = np.isfinite(exponents)
-    powers = -np.clip(exponents[finite], -9999, 9999).astype(np.int32)  # beyond these the limit is inf or 0 anyway
+    powers = -exponents[finite].astype(np.int32)
     with np.errstate(over="ignore", under="ignore"):
         limits[finite] = np.ldexp(_smallest_inf(fmt), powers)
     return limits

@@ -38,3 +38,9 @@ def test_all_published_rules_over_20000_steps_take_less_than_a_tenth_of_a_second
             scale_path(rule, limits)
         best = min(best, time.perf_counter() - began)
     assert best < 0.1
+
+
+def test_exponents_that_no_float64_has_are_those_whose_limit_is_0_or_inf():
+    exponents = np.array([1e308, -1e308, np.nan, 1e308, -1e308])  # NaN: finite, and of unknown size
+    limits = overflow_limits(exponents, np.full(5, 1024.0))
+    assert limits[[0, 1, 3, 4]].tolist() == [0.0, np.inf, 0.0, np.inf]
