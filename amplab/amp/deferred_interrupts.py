@@ -4,10 +4,16 @@ Python runs handlers of signals in the main thread only, so there is nothing to 
 """
 
 import signal
+import sys
 import threading
+import time
+from collections.abc import Callable
 from types import FrameType
+from typing import Any
 
 __all__ = ["DeferredInterrupts"]
+
+_QUIET_SECONDS = 1.0  # after an interrupt that is admitted: what it stops removes what it has begun
 
 
 class DeferredInterrupts:
@@ -22,23 +28,35 @@ class DeferredInterrupts:
             undo()
             interrupts.end()
 
-    An interrupt that is admitted lets those that follow wait, so nothing stops `undo`. (CPython lets none come between
-    an exception, or the end of a function written in Python, and `waits = True`.) No effect inside another one, and
-    where SIGINT does not call a handler that is written in Python, such as the one that raises KeyboardInterrupt.
+    An interrupt that is admitted lets those of the next second wait, so nothing stops `undo`. (CPython lets none come
+    between an exception, or the end of a function written in Python, and `waits = True`.) After that second the next
+    one is admitted too, since the code in between may have caught the first and gone on. Inside another one, `end` and
+    `admit_one` return to what the outer one does. No effect where SIGINT does not call a handler that is written in
+    Python, such as the one that raises KeyboardInterrupt.
+
+    An exception of the handler of another signal may come before `end` and leave this handler behind. It then has no
+    effect: it passes SIGINT on, and the next `DeferredInterrupts` takes its place.
 
     Attributes:
         waits: whether the next interrupt waits.
     """
 
     def __init__(self) -> None:
-        self.waits, self._has_come = True, False
-        self._handler = signal.getsignal(signal.SIGINT)
-        self._is_on = (
-            callable(self._handler)
-            and not isinstance(self._handler, DeferredInterrupts)
-            and threading.current_thread() is threading.main_thread()
-        )
-        if self._is_on:
+        self._waits, self._has_come, self._quiet_until = True, False, 0.0
+        self._block: FrameType | None = None  # in which this is the handler of SIGINT
+        self._outer: DeferredInterrupts | None = None
+        self._handler: Callable[[int, FrameType | None], object] = _no_handler
+        if threading.current_thread() is not threading.main_thread():
+            return
+        block = sys._getframe(1)
+        handler: Any = signal.getsignal(signal.SIGINT)
+        while isinstance(handler, DeferredInterrupts) and not handler._is_inside(block):
+            handler = handler._handler
+        if isinstance(handler, DeferredInterrupts):
+            self._outer, self._outer_waits = handler, handler._waits
+            handler._waits = True
+        elif callable(handler):
+            self._handler, self._block = handler, block
             signal.signal(signal.SIGINT, self)
 
     def __enter__(self) -> "DeferredInterrupts":
@@ -51,16 +69,34 @@ class DeferredInterrupts:
 
     def __call__(self, number: int, frame: FrameType | None) -> None:
         """Handle SIGINT."""
-        if self.waits:
-            self._has_come = True
-        elif callable(self._handler):
-            self.waits = True
+        if not self._is_inside(frame):
+            self._remove()
             self._handler(number, frame)
-            self.waits = False  # it has raised nothing
+        elif self._waits or time.monotonic() < self._quiet_until:
+            self._has_come = True
+        else:
+            self._quiet_until, self._has_come = time.monotonic() + _QUIET_SECONDS, False
+            self._handler(number, frame)
+            self._quiet_until = 0.0  # it has raised nothing
+
+    def _is_inside(self, frame: FrameType | None) -> bool:
+        """Return whether `frame` runs in the block of this handler."""
+        while frame is not None and frame is not self._block:
+            frame = frame.f_back
+        return frame is not None
+
+    @property
+    def waits(self) -> bool:
+        """Whether the next interrupt waits."""
+        return (self._outer or self)._waits
+
+    @waits.setter
+    def waits(self, waits: bool) -> None:
+        (self._outer or self)._waits = waits
 
     def admit_one(self) -> None:
         """Let an interrupt stop the code that follows, also one that has come already."""
-        self.waits = False
+        self.waits = self._outer is not None and self._outer_waits
         self._raise()
 
     def end(self) -> None:
@@ -68,13 +104,24 @@ class DeferredInterrupts:
 
         A handler that the call has set stays.
         """
-        if self._is_on:
-            set_now: object = signal.getsignal(signal.SIGINT)
-            if set_now is self:
-                signal.signal(signal.SIGINT, self._handler)
+        if self._outer is not None:
+            self.admit_one()
+        elif self._block is not None:
+            self._remove()
+            self._block, self._waits = None, False
             self._raise()
 
+    def _remove(self) -> None:
+        installed: object = signal.getsignal(signal.SIGINT)
+        if installed is self:
+            signal.signal(signal.SIGINT, self._handler)
+
     def _raise(self) -> None:
-        if self._has_come:
-            self._has_come = False
+        on = self._outer or self
+        if on._has_come and not on._waits:
+            on._has_come = False
             signal.raise_signal(signal.SIGINT)
+
+
+def _no_handler(_number: int, _frame: FrameType | None) -> None:
+    """Stand for the handler where SIGINT calls none."""

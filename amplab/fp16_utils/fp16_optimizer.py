@@ -87,6 +87,7 @@ class FP16_Optimizer:
 
     def zero_grad(self, set_grads_to_None: bool = False) -> None:
         """Clear the gradients of masters and model, to zeros or to None."""
+        self._masters.catch_up()
         self._aside = None
         for param in [*params_of(self.optimizer), *(pair.model for pair in self._masters.pairs)]:
             if set_grads_to_None:
@@ -150,6 +151,7 @@ class FP16_Optimizer:
                     f"Gradient overflow.  Skipping step, reducing loss scale to {self.loss_scale}"
                 )
             return None
+        self._masters.begin_step()
         result = self.optimizer.step() if closure is None else self.optimizer.step(self._refreshing(closure))
         self._masters.copy_to_model()
         return result
@@ -199,6 +201,7 @@ class FP16_Optimizer:
 
     def _follow_edits(self) -> None:
         """Copy edits of the model since the start or `load_state_dict` to the masters; ignore later edits."""
+        self._masters.catch_up()
         self._masters.follow_edits()
         self._masters.stop_watching()
 

@@ -46,6 +46,7 @@ class MasterWeights:
     def __init__(self, params: Iterable[Tensor] = ()) -> None:
         self._pairs: dict[int, MasterPair] = {}
         self._watched: dict[int, Tensor] = {}
+        self._are_ahead = False
         self.add_pairs(params)
 
     @property
@@ -121,6 +122,16 @@ class MasterWeights:
         """
         if self._pairs:
             torch._foreach_copy_([pair.model for pair in self.pairs], [pair.master for pair in self.pairs])
+        self._are_ahead = False
+
+    def begin_step(self) -> None:
+        """Note that the masters are stepped from now on, so the model needs a copy. Sync: none."""
+        self._are_ahead = True
+
+    def catch_up(self) -> None:
+        """As `copy_to_model`, unless it has been called since `begin_step`: an exception came between. Sync: none."""
+        if self._are_ahead:
+            self.copy_to_model()
 
     @torch.no_grad()
     def copy_from_model(self) -> None:

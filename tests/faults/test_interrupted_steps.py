@@ -2,6 +2,7 @@
 
 import copy
 import inspect
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from torch.nn import functional as F
 from torch.overrides import _get_current_function_mode_stack
 
 from amplab import amp
+from amplab.fp16_utils import FP16_Optimizer, network_to_half
 from amplab.policies import thread_engines
 from amplab.policies.casting.thread_scopes import AUTOCAST_FLAG
 from amplab.scalers import Unscaler
@@ -212,3 +214,62 @@ def test_a_step_that_ends_in_a_block_without_gradients_leaves_them_off():
         interrupted(step, 1)
         X + 1
         assert not torch.is_grad_enabled()
+
+
+class AfterTheStep:
+    """A hook of an optimizer that raises at the end of the second step: where the weights are not copied yet."""
+
+    def __init__(self, optimizer, *, raises):
+        self.calls, self.raises = 0, raises
+        optimizer.register_step_post_hook(self)
+
+    def __call__(self, *_):
+        self.calls += 1
+        if self.raises and self.calls == 2:
+            raise KeyboardInterrupt
+
+
+def apex_loop(raises):
+    model = nn.Linear(8, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    AfterTheStep(optimizer, raises=raises)
+    model, optimizer = amp.initialize(model, optimizer, opt_level="O2", verbosity=0, loss_scale=128.0)
+
+    def step(inputs):
+        optimizer.zero_grad()
+        with amp.scale_loss(model(inputs).square().mean(), optimizer) as loss:
+            loss.backward()
+        optimizer.step()
+
+    return step, model
+
+
+def fp16_loop(raises):
+    model = network_to_half(nn.Linear(8, 1))
+    inner = torch.optim.SGD(model.parameters(), lr=0.1)
+    AfterTheStep(inner, raises=raises)
+    optimizer = FP16_Optimizer(inner, static_loss_scale=128.0, verbose=False)
+
+    def step(inputs):
+        optimizer.zero_grad()
+        optimizer.backward(model(inputs).float().square().mean())
+        optimizer.step()
+
+    return step, model
+
+
+@pytest.mark.parametrize("loop", [apex_loop, fp16_loop])
+def test_a_step_whose_weights_an_interrupt_left_uncopied_counts_in_the_next_one(loop):
+    weights = []
+    for raises in (False, True):
+        torch.manual_seed(0)
+        step, model = loop(raises)
+        inputs = torch.randn(4, 4, 8)
+        step(inputs[0])
+        with pytest.raises(KeyboardInterrupt) if raises else nullcontext():
+            step(inputs[1])
+        step(inputs[2])
+        step(inputs[3])
+        weights.append([each.detach().clone() for each in model.parameters()])
+        amp.reset()
+    assert all(map(torch.equal, *weights))

@@ -433,6 +433,8 @@ class HookedOptimizer:
             self._step = _Step(frame, gradients if self._overflow else [], bool(gradients))
             for param, _ in self._step.parked:  # a step without gradients changes nothing
                 param.grad = None
+            if self._overflow is None and gradients:
+                self.masters.begin_step()
         if not self._casts_in_step:
             suspend_casts(frame)
         return None
@@ -445,8 +447,9 @@ class HookedOptimizer:
         if done is _STEPPED and not is_alone():
             self._steps += 1
         overflow, self._overflow = self._overflow, None
-        if self.masters.pairs:
-            self._finish_masters(write_back=overflow is None and done is _STEPPED)
+        with bookkeeping():
+            for pair in self.masters.pairs:
+                pair.master.grad = None
         if overflow is None:
             self.outcome = done
             return
@@ -457,19 +460,14 @@ class HookedOptimizer:
                 f"reducing loss scale to {overflow.current_scale()}"
             )
 
-    def _finish_masters(self, *, write_back: bool) -> None:
-        with bookkeeping():
-            if write_back:
-                self.masters.copy_to_model()
-            for pair in self.masters.pairs:
-                pair.master.grad = None
-
     def _end_step(self) -> None:
-        """Undo what `_before_step` did, at the end of the step or, if the step raised, at the next opportunity."""
+        """Finish a step, at its end or, if it raised or was interrupted, at the next opportunity."""
         if self._step is not None:
             resume_casts(self._step.frame)
             put_back(self._step.parked)
             self._step = None
+        with bookkeeping():
+            self.masters.catch_up()
 
     def _watched(self, closure: Callable[[], Any]) -> Callable[[], Any]:
         """Return ``closure`` wrapped so that a backward in it is known to run inside a step."""

@@ -1,7 +1,9 @@
-"""state_dict hooks of a half model, which save and load the float32 values of its master weights.
+"""Hooks of a half model for its master weights: state_dict holds their float32 values, forward uses all their steps.
 
     model.state_dict()       the masters' values; any other half tensor as float32
     model.load_state_dict()  float32 values go to the masters unrounded, rounded to the model
+
+    model(inputs)            first rounds the masters to the model if an interrupt has left that out of the last step
 
 A checkpoint of model, optimizer and amp state therefore resumes bitwise. Every submodule has the hooks, since
 old scripts save ``model.encoder.state_dict()`` too.
@@ -17,13 +19,14 @@ from torch.nn import Parameter
 from torch.utils.hooks import RemovableHandle
 
 from amplab.formats import LOW_PRECISION_DTYPES
+from amplab.policies.casting.hook_scopes import no_graph_of_its_own
 from amplab.scalers import MasterWeights
 
 __all__ = ["SavedMasters"]
 
 
 class SavedMasters:
-    """The state_dict hooks of one model.
+    """The hooks of one model.
 
     Args:
         masters: the master weights of each optimizer that steps this model's parameters; may be empty.
@@ -33,8 +36,8 @@ class SavedMasters:
         self._masters = tuple(masters)
 
     def register(self, model: nn.Module) -> list[RemovableHandle]:
-        """Register the hooks on ``model`` and each of its submodules."""
-        handles: list[RemovableHandle] = []
+        """Register the hooks on ``model``, those of state_dict also on each of its submodules."""
+        handles: list[RemovableHandle] = [model.register_forward_pre_hook(self.before_forward, prepend=True)]
         for module in model.modules():
             handles += [
                 # A partial, since torch marks the hook with an attribute and bound methods take none.
@@ -43,6 +46,12 @@ class SavedMasters:
                 module.register_load_state_dict_post_hook(self.after_load),
             ]
         return handles
+
+    @no_graph_of_its_own
+    def before_forward(self, _module: nn.Module, _args: object) -> None:
+        """Finish a step that was interrupted. Sync: none."""
+        for masters in self._masters:
+            masters.catch_up()
 
     def after_save(self, module: nn.Module, saved: dict[str, Any], prefix: str, _metadata: Any) -> None:
         """Replace this module's own half tensors in ``saved`` by their float32 values."""
