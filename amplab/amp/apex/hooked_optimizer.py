@@ -447,9 +447,10 @@ class HookedOptimizer:
         if done is _STEPPED and not is_alone():
             self._steps += 1
         overflow, self._overflow = self._overflow, None
-        with bookkeeping():
-            for pair in self.masters.pairs:
-                pair.master.grad = None
+        if self.masters.pairs:
+            with bookkeeping():
+                for pair in self.masters.pairs:
+                    pair.master.grad = None
         if overflow is None:
             self.outcome = done
             return
@@ -466,8 +467,9 @@ class HookedOptimizer:
             resume_casts(self._step.frame)
             put_back(self._step.parked)
             self._step = None
-        with bookkeeping():
-            self.masters.catch_up()
+        if self.masters.pairs:
+            with bookkeeping():
+                self.masters.catch_up()
 
     def _watched(self, closure: Callable[[], Any]) -> Callable[[], Any]:
         """Return ``closure`` wrapped so that a backward in it is known to run inside a step."""
