@@ -227,6 +227,18 @@ class RunStore:
             self._write(self._wanted, partial(RunLog.close, steps=len(self.history), raised=raised))
         self._wanted = self._log = None
 
+    def retire(self) -> bool:
+        """As `close`, for a run that may continue; return whether its log is complete or given up.
+
+        Lines for which a full disk has no space are not lost: they wait, and a later call writes them.
+        """
+        self._finish_append()
+        self.flush()
+        if self._log is not None and self._log.waiting:
+            return False
+        self.close()
+        return True
+
     def reopen(self) -> None:
         """Write later steps to the same log again after `close`; without effect if steps are missing in it."""
         self._wanted = self._path

@@ -131,6 +131,7 @@ class Trainer:
         self._kept = KeptRuns(self._changes)
         self._comparison: Comparison | None = None
         self._store = self._new_store(self._experiment.config)
+        self._unwritten: list[RunStore] = []  # of runs that are over, whose last lines wait for a full disk
         self._explainer = self._new_explainer()
         self._saver = RunSaver(exchange, self._publisher.publish)
         self._name, self._runs_begun = "Run 1", 1
@@ -348,7 +349,7 @@ class Trainer:
         with self._lock:
             self.stop_comparison()
             self._enter("stopped")
-            self._worker.post(lambda: self._store.close())  # noqa: PLW0108  a reset replaces the store
+            self._worker.post(self._end_logs)
 
     def reset(self, config: ExperimentConfig | None = None, *, name: str | None = None) -> None:
         """Start again from the seed: new weights, an empty history, a new log. The present run is kept in `kept`.
@@ -630,6 +631,7 @@ class Trainer:
         if not math.isfinite(record.loss):
             self._report_buffers(record.step)
         self._save()
+        self._write_rest()
         if self._exchange is not None and "stop" in self._exchange.agreed:
             self.pause()
         self._count_down()
@@ -684,6 +686,7 @@ class Trainer:
         self._report_kernels()
         if state != "running":
             self._store.flush()
+            self._write_rest()
         if state in ("paused", "stopped"):
             self._save(at_rest=True)
         self._publisher.publish(StateChanged(state, len(self.history), note))
@@ -748,13 +751,27 @@ class Trainer:
 
     def _retire(self) -> KeptRun | None:
         """Keep the present run and return it; None if it has no step."""
-        self._store.close()
+        self._end_log(self._store)
         if not len(self.history):
             return None
         error = "Training failed." if self._is_broken else ""
         kept = self._kept.keep(self._name, self.config, self._store, self._experiment, error=error)
         self._worker.post(partial(self._measure, kept))
         return kept
+
+    def _end_log(self, store: RunStore) -> None:
+        if not store.retire() and store not in self._unwritten:
+            self._unwritten.append(store)
+
+    def _end_logs(self) -> None:
+        for store in (self._store, *self._unwritten):
+            store.close()
+        self._unwritten = []
+
+    def _write_rest(self) -> None:
+        """Write what waits of runs that are over, if the disk has space again."""
+        if self._unwritten:
+            self._unwritten = [store for store in self._unwritten if not store.retire()]
 
     def _bring_back(self, run: KeptRun, *, is_undo: bool = False) -> None:
         """Continue a kept run in place of the present one."""
@@ -764,6 +781,8 @@ class Trainer:
         self._kept.take(run)
         if not is_undo:
             self._record_replacing(f"Continued {run.name}", replaced, previous)
+        if run.store in self._unwritten:
+            self._unwritten.remove(run.store)
         run.store.reopen()
         self._present(run.name, run.experiment, run.store, previous)
         with self._lock:
@@ -830,7 +849,7 @@ class Trainer:
 
         def end(run: KeptRun, error: str) -> None:
             run.is_training, run.error = False, error
-            run.store.close()
+            self._end_log(run.store)
             self._measure(run)
 
         self._comparison = Comparison(configs, steps, begin=begin, train=train, end=end)

@@ -11,6 +11,7 @@ import resource
 import subprocess
 import sys
 import tempfile
+import time
 import warnings
 from pathlib import Path
 
@@ -23,7 +24,7 @@ from amplab.amp.run_state.file_format import write_atomically
 from amplab.cli import main, may_write
 from amplab.kernels.builder import KernelLibrary, cache
 from amplab.kernels.builder.recipe import current_recipe, obstacle
-from amplab.lab import ExperimentConfig, Trainer
+from amplab.lab import ExperimentConfig, Trainer, load_run
 from amplab.lab.html_report import report
 from amplab.launch import LaunchError, copy_lessons, find_lessons
 from amplab.lessons.progress import PROGRESS, record_right
@@ -266,3 +267,27 @@ def test_training_goes_on_when_the_disk_fills_and_the_exit_status_tells(tmp_path
     assert "lines are lost" in out
     assert ("lines are lost" in err) == (ranks > 1)  # of the others than rank 0
     assert "Traceback" not in err
+
+
+def steps_in(log):
+    return len(load_run(log).history)
+
+
+def test_a_run_that_is_replaced_while_the_disk_is_full_keeps_its_log(tmp_path):
+    trainer = Trainer(ExperimentConfig(hidden=4), log=tmp_path)
+    trainer.run(10)
+    log = trainer.log_path
+    with file_limit(log.stat().st_size):
+        trainer.run(20)
+        trainer.reset()
+        trainer.run(5)
+    (kept,) = trainer.kept.runs
+    assert (len(kept.history), steps_in(log)) == (30, 10)
+    time.sleep(1.1)  # a full disk is tried again once a second
+    trainer.run(5)
+    assert (steps_in(log), steps_in(trainer.log_path)) == (30, 10)
+    trainer.undo()
+    trainer.run(7)
+    assert (trainer.log_path, steps_in(log)) == (log, 37)
+    (told,) = [each.text for each in trainer.failures if each.text.startswith("log")]
+    assert "are written when there is space" in told
