@@ -3,6 +3,7 @@
     lesson_list what `amplab lab --list` prints
     lessons     the working copies of the notebooks, which the person may change
     server      the command line and the environment of JupyterLab
+    beside      the modules in the folder of a notebook, which its kernel could import
     trust       the part of its server that signs unchanged lessons
     jupyter     its default settings; its kernel; a prebuilt extension that opens the lab when its lesson opens
     ranks       several processes that train together, by torchrun; not about JupyterLab

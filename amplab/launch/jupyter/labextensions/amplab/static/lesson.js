@@ -10,8 +10,7 @@
   const SOURCE = "import amplab.lab\n\nlab = amplab.lab.open()\nlab";
   const WIDGET = "application/vnd.jupyter.widget-view+json";
   const HAS_LAB = "'amplab.lab' in __import__('sys').modules and __import__('amplab.lab').lab.active() is not None";
-  const IMPORTABLE = "','.join(sorted({m.name for m in __import__('pkgutil').iter_modules(['.', "
-    + "*(d.name for d in __import__('os').scandir() if d.name.isidentifier() and d.is_dir())])}))";
+  const IMPORTABLE = "','.join(__import__('amplab.launch.beside', fromlist=['*']).modules_beside())";
   const OPENING = "amplab-opening"; // class of a notebook in which the lab may open by itself
   const REDRAWN_MS = 4000; // within which the widgets of a reloaded page are there again
 
