@@ -50,8 +50,8 @@ class DeferredInterrupts:
             return
         block = sys._getframe(1)
         handler: Any = signal.getsignal(signal.SIGINT)
-        while isinstance(handler, DeferredInterrupts) and not handler._is_inside(block):
-            handler = handler._handler
+        if isinstance(handler, DeferredInterrupts) and not handler._is_inside(block):
+            handler = handler._handler  # never another one that is left behind
         if isinstance(handler, DeferredInterrupts):
             self._outer, self._outer_waits = handler, handler._waits
             handler._waits = True

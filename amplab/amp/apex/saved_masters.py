@@ -2,7 +2,6 @@
 
     model.state_dict()       the masters' values; any other half tensor as float32
     model.load_state_dict()  float32 values go to the masters unrounded, rounded to the model
-
     model(inputs)            first rounds the masters to the model if an interrupt has left that out of the last step
 
 A checkpoint of model, optimizer and amp state therefore resumes bitwise. Every submodule has the hooks, since
