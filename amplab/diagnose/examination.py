@@ -13,7 +13,6 @@ from __future__ import annotations
 import json
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import suppress
 from dataclasses import replace
 from types import ModuleType
 from typing import Any
@@ -65,6 +64,7 @@ from amplab.parallel.rank_state import RankState
 from amplab.parallel.ranks import data_parallel, texts_of_ranks, this_rank
 from amplab.policies import PrecisionPolicy
 from amplab.policies.nested_tensors import samples_in
+from amplab.policies.signals import is_interrupt
 from amplab.trace.argument_checks import check_loss_scale
 from amplab.trace.as_found import leaves_as_found
 from amplab.trace.engines import compiled_functions_eagerly
@@ -83,6 +83,7 @@ from amplab.trace.handed_step import (
 
 __all__ = ["doctor"]
 
+_OF_OPS = RuntimeError, NotImplementedError  # what ops raise
 _RANKS_WAIT = 30.0
 """Seconds that the doctor on one rank waits for the others."""
 
@@ -315,7 +316,7 @@ def _examine_step(
             detailed=True,
         )
     except Exception as error:
-        if raised.error is not error and not isinstance(error, RuntimeError | NotImplementedError):
+        if is_interrupt(error) or (raised.error is not error and not isinstance(error, _OF_OPS)):
             raise
         return None, [finding_of_error(error, model, "step()" if handed.name == "step" else "model(batch)")]
     blamed = blame(step)
@@ -348,8 +349,11 @@ def _findings_of_reruns(*given: Any) -> list[Finding]:
     """Apply the rules that run a step again; a step that cannot, such as one that reads an iterator, has none."""
     found: list[Finding] = []
     for rule in (loss_depends_on_scale, gradients_lost_downstream, statistics_in_half):
-        with suppress(Exception):
+        try:
             found += rule(*given)
+        except Exception as error:
+            if is_interrupt(error):
+                raise
     return found
 
 
@@ -382,6 +386,6 @@ def _examine_loop(
         )
         return []
     except Exception as error:
-        if raised.error is not error and not isinstance(error, RuntimeError | NotImplementedError):
+        if is_interrupt(error) or (raised.error is not error and not isinstance(error, _OF_OPS)):
             raise
         return [finding_of_error(error, model, "train_step()")]

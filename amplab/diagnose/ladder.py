@@ -45,6 +45,7 @@ from amplab.display.drawings import loss_drawing
 from amplab.display.html import Markup, markup
 from amplab.display.numbers import count, power, size
 from amplab.display.table import Card, Cell, Column, Table
+from amplab.policies.signals import is_interrupt
 from amplab.trace.argument_checks import check_gradients_on
 from amplab.trace.as_found import Undo, leaves_as_found
 from amplab.trace.handed_step import Loss, shows_calls
@@ -341,7 +342,7 @@ def ladder(
                 trial = Trial(model, make, precision, loss=loss, step=step, tool="ladder", on_collapse="raise")
                 climbed.append(_climb(name, precision, trial, islice(_batches(data), steps), evaluate, every))
             except Exception as error:
-                if number == len(rungs):  # the reference: the precision is not the reason
+                if number == len(rungs) or is_interrupt(error):  # the precision is not the reason
                     raise
                 climbed.append(_fallen(name, precision, error))
     judged = tuple(_judged(rung, climbed[-1], steps, tolerance) for rung in climbed)

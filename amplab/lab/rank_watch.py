@@ -31,6 +31,7 @@ from amplab.lab.run_log.ranks import findings_of_ranks
 from amplab.lab.run_store import RunStore
 from amplab.parallel.rank_state import RankState, is_state_due
 from amplab.parallel.ranks import PostedTexts, Rank, data_parallel, this_rank
+from amplab.policies.signals import is_interrupt
 
 __all__ = ["RankWatch"]
 
@@ -96,7 +97,9 @@ class RankWatch:
             if step is not None:
                 self._note_state(step)
                 self._post()
-        except Exception as error:  # noqa: BLE001  a comparison of ranks must not end the loop
+        except Exception as error:  # a comparison of ranks must not end the loop
+            if is_interrupt(error):
+                raise
             self._give_up(error)
 
     def after_step(self, step: int, *, batch_size: int | None, level: str | None) -> None:
@@ -128,7 +131,9 @@ class RankWatch:
                 for found in model_of_a_rank_findings(self._model, batch_size, level):
                     self._store.find(step, found)
             self._post()
-        except Exception as error:  # noqa: BLE001  a comparison of ranks must not end the loop
+        except Exception as error:  # a comparison of ranks must not end the loop
+            if is_interrupt(error):
+                raise
             self._give_up(error)
 
     def _look_at_compression(self, step: int) -> None:
@@ -149,7 +154,9 @@ class RankWatch:
             if not raised and steps and (not self._states or self._states[-1].step < steps - 1):
                 self._note_state(steps - 1)
             self._post()
-        except Exception as error:  # noqa: BLE001
+        except Exception as error:
+            if is_interrupt(error):
+                raise
             if not raised:  # else the other ranks, and the store with them, may have ended
                 self._give_up(error)
 

@@ -15,7 +15,6 @@ from os import PathLike
 from pathlib import Path
 
 from amplab.amp import MemoryUse
-from amplab.amp.deferred_interrupts import DeferredInterrupts
 from amplab.amp.run_state.paths import given_path
 from amplab.diagnose import Finding
 from amplab.lab.changes import config_changes, fault_change, restart_change, start_change
@@ -31,6 +30,7 @@ from amplab.lab.skip_explanation import ExplanationBudget, SkipExplanation
 from amplab.lab.watched_run import WatchedRun
 from amplab.parallel.rank_state import RankState
 from amplab.parallel.ranks import agreed_text, this_rank
+from amplab.policies.signals import DeferredSignals, is_interrupt
 
 __all__ = ["RunStore"]
 
@@ -255,6 +255,8 @@ class RunStore:
         except DiskFull as error:
             self._tell_full(error)
         except OSError as error:
+            if is_interrupt(error):  # a time limit, as a TimeoutError
+                raise
             self._give_up(error)
 
     def _open(self, wanted: Path) -> RunLog:
@@ -268,7 +270,7 @@ class RunStore:
             folder = agreed_text("run log", lambda: _reserved(path.with_suffix("")))  # the clocks of ranks may differ
             path = rank_log(Path(folder), place.rank)
         create = partial(RunLog, config=self._config, rank=place)
-        with DeferredInterrupts():  # the next step would begin another file
+        with DeferredSignals():  # the next step would begin another file
             self._log = log = create(path) if place is not None else create_free(path, create)
             self._path = log.path
         return log

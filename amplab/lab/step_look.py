@@ -34,6 +34,7 @@ from amplab.display.numbers import count
 from amplab.lab.scale_probe import ScaleProbe
 from amplab.lab.watched_run import NO_LEVEL
 from amplab.policies.casting.thread_scopes import THREAD
+from amplab.policies.signals import is_interrupt
 from amplab.scalers.unscaler import is_sharded
 from amplab.trace import Trace
 from amplab.trace.argument_checks import check_model
@@ -231,7 +232,9 @@ class StepLook:
         """A look that fails ends, is told once, and is not repeated."""
         try:
             yield
-        except Exception as error:  # noqa: BLE001  the loop goes on
+        except Exception as error:  # the loop goes on
+            if is_interrupt(error):
+                raise
             self._is_possible = False
             self.pause()
             self._fail(f"the look at step {self._step} failed: {type(error).__name__}: {error}")

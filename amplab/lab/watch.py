@@ -35,7 +35,6 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from amplab.amp import ScaleRecord, Session, master_params
-from amplab.amp.deferred_interrupts import DeferredInterrupts
 from amplab.diagnose import Findings, Observation, finding_of, run_findings
 from amplab.diagnose.catalogue import finding
 from amplab.diagnose.remedies.api_styles import Api, ApiStyle
@@ -60,6 +59,7 @@ from amplab.lab.tensorboard_scalars import TensorBoardScalars
 from amplab.lab.watched_run import NO_LEVEL, WatchedRun
 from amplab.policies.casting.thread_scopes import block_at
 from amplab.policies.nested_tensors import samples_in
+from amplab.policies.signals import DeferredSignals, is_interrupt
 from amplab.scalers.unscaler import local_shard
 from amplab.trace import Trace
 from amplab.trace.argument_checks import check_values
@@ -183,7 +183,7 @@ class Watch:
         self._block = None
         try:
             self._look.batch_ends()
-            if error is not None and not isinstance(error, Exception):
+            if error is not None and is_interrupt(error):
                 end_blocks_of(error, self._handled)  # torch's, which put a mode of a look back when the error is freed
                 self._look.interrupted()
             self._stop_following()
@@ -380,7 +380,7 @@ class Watch:
 
     def _take_measure(self) -> None:
         """Measure the gradients. An interrupt waits: where `torch.no_grad` ends, it would leave grad mode off."""
-        with DeferredInterrupts():
+        with DeferredSignals():
             if self._steps % self._every == 0:
                 self._measure.take()
             else:
@@ -506,7 +506,9 @@ class Watch:
         self._look.pause()
         try:
             found = self._rerun.first_nonfinite(loss_scale)
-        except Exception as error:  # noqa: BLE001  a failed explanation must not end the loop
+        except Exception as error:  # a failed explanation must not end the loop
+            if is_interrupt(error):
+                raise
             failure = str(error) if isinstance(error, CannotRunAgain) else f"{type(error).__name__}: {error}"
             case = "ranks" if isinstance(error, NeedsOtherRanks) else ""
             evidence, rank = {"step": step}, self._store.rank

@@ -29,10 +29,10 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode_stack, _pop_
 from torch.utils.hooks import RemovableHandle
 
 from amplab.amp.apex.before_initialize import hooks_of
-from amplab.amp.deferred_interrupts import DeferredInterrupts
 from amplab.policies.casting.function_modes import function_modes, set_function_modes
 from amplab.policies.casting.plan import torch_nesting
 from amplab.policies.casting.thread_scopes import AUTOCAST_FLAG, THREAD
+from amplab.policies.signals import DeferredSignals
 from amplab.trace.dispatch_mode import DispatchMode
 
 __all__ = ["Undo", "end_blocks_of", "leaves_as_found", "remove_hook"]
@@ -88,7 +88,7 @@ class Undo:
 
     def __exit__(self, _kind: object, error: BaseException | None, _traceback: object) -> None:
         """Undo everything; does nothing if that is done already."""
-        interrupts = DeferredInterrupts()
+        signals = DeferredSignals()
         try:
             if error is not None and not isinstance(error, GeneratorExit):  # which comes at any time
                 end_blocks_of(error, self._handled)
@@ -96,7 +96,7 @@ class Undo:
                 self._run_inner()
             self.run()
         finally:
-            interrupts.end()
+            signals.end()
 
     def end(self) -> None:
         """As the end of the `with` block, for what begins and ends in different calls."""
@@ -161,22 +161,22 @@ def leaves_as_found(tool: Callable[P, R]) -> Callable[P, R]:
 
     @functools.wraps(tool)
     def undone(*args: P.args, **kwargs: P.kwargs) -> R:
-        interrupts = DeferredInterrupts()
+        signals = DeferredSignals()
         try:
-            interrupts.admit_one()
+            signals.admit()
             found = _Found((*args, *kwargs.values()))
             try:
                 result = tool(*args, **kwargs)
             except BaseException as error:
-                interrupts.waits = True
+                signals.waits = True
                 found.restore(error)
                 raise
-            interrupts.waits = True
+            signals.waits = True
             found.restore_settings()
             return result
         finally:
-            interrupts.waits = True
-            interrupts.end()
+            signals.waits = True
+            signals.end()
 
     return undone
 

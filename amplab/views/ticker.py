@@ -14,7 +14,7 @@ import traceback
 from collections.abc import Callable
 from queue import Empty, SimpleQueue
 
-from amplab.amp.deferred_interrupts import DeferredInterrupts
+from amplab.policies.signals import DeferredSignals
 
 __all__ = ["PERIOD", "Pace", "Ticker"]
 
@@ -51,19 +51,19 @@ class Ticker:
     def wake(self) -> None:
         """Request a tick; cheap enough to be called at every step."""
         if not self._awake:
-            with DeferredInterrupts():
+            with DeferredSignals():
                 self._awake = True
                 self.call(_nothing)
 
     def call(self, job: Job) -> None:
         """Run `job` in the ticker's thread as soon as it is free."""
-        with DeferredInterrupts(), self._lock:
+        with DeferredSignals(), self._lock:
             if not self._closed:
                 self._put(job)
 
     def call_latest(self, name: str, job: Job) -> None:
         """Run `job` as `call` does; if one of this name waits, in its place."""
-        with DeferredInterrupts():
+        with DeferredSignals():
             with self._lock:
                 is_waiting, self._latest[name] = name in self._latest, job
             if not is_waiting:

@@ -26,6 +26,7 @@ from torch.nn import Parameter
 
 from amplab import __version__
 from amplab.amp.run_state.paths import short_name, special_kind, target_of
+from amplab.policies.signals import is_interrupt
 
 try:
     import fcntl
@@ -95,7 +96,7 @@ def read_run_state(path: Path) -> dict[str, Any]:
     try:
         state = torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:  # altered bytes can raise anything in the unpickler
-        if _is_of_disk(error):
+        if is_interrupt(error) or _is_of_disk(error):
             raise
         reason = str(error).partition("\n")[0]
         raise RunStateError(
@@ -128,7 +129,7 @@ def _refuse_damage(path: Path) -> None:
                 compressed = _compressed(archive)
                 damaged = None if compressed else archive.testzip()
         except Exception as error:  # altered bytes can raise anything in zipfile
-            if _is_of_disk(error):
+            if is_interrupt(error) or _is_of_disk(error):
                 raise
             raise RunStateError(
                 f"{path} is truncated at {path.stat().st_size} bytes or damaged ({error}). It cannot be repaired: "

@@ -53,6 +53,7 @@ from amplab.amp.run_state.sharded_folder import (
     tensors_of,
     write_run_folder,
 )
+from amplab.policies.signals import is_interrupt
 
 __all__ = ["RunState", "load_run_state", "save_run_state"]
 
@@ -207,7 +208,7 @@ def _undone_on_error(path: Path) -> Iterator[_Undo]:
     except BaseException as error:
         for take_back in reversed(undo):
             take_back()
-        if isinstance(error, RunStateError) or not isinstance(error, Exception):
+        if isinstance(error, RunStateError) or is_interrupt(error):
             raise
         raise RunStateError(
             f"{path} cannot be loaded into the arguments, and nothing was loaded: {type(error).__name__}: {error}. "

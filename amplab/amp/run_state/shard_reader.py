@@ -23,6 +23,7 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from amplab.amp.run_state.file_format import RunStateError
+from amplab.policies.signals import is_interrupt
 
 __all__ = ["ShardReader"]
 
@@ -73,7 +74,9 @@ class ShardReader(FileSystemReader):
                 read = _Unpickler(file).load()
             except RunStateError as error:
                 self._refuse(str(error))
-            except Exception as error:  # noqa: BLE001  altered bytes can raise anything in the unpickler
+            except Exception as error:  # altered bytes can raise anything in the unpickler
+                if is_interrupt(error):
+                    raise
                 self._refuse(f"{type(error).__name__}: {error}")
         try:
             metadata = _metadata(read)

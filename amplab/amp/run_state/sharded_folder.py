@@ -23,9 +23,9 @@ from torch import Tensor
 from torch.nn import Module
 from torch.optim import Optimizer
 
-from amplab.amp.deferred_interrupts import DeferredInterrupts
 from amplab.amp.run_state.file_format import MissingRunState, RunStateError, read_run_state, write_run_state
 from amplab.amp.run_state.paths import short_name
+from amplab.policies.signals import DeferredSignals
 from amplab.scalers import is_sharded
 
 __all__ = ["has_shards", "is_run_folder", "on_every_rank", "rank_file", "read_shards", "tensors_of", "write_run_folder"]
@@ -190,11 +190,11 @@ def _put_in_place(path: Path, partial: Path) -> None:
 
 
 def _remove(folder: Path) -> None:
-    interrupts = DeferredInterrupts()  # after one, shutil of Python 3.11 closes a file twice, and raises an OSError
+    signals = DeferredSignals()  # after one, shutil of Python 3.11 closes a file twice, and raises an OSError
     try:
         shutil.rmtree(folder, ignore_errors=True)
     finally:
-        interrupts.end()
+        signals.end()
 
 
 def _without_shards(state: dict[str, Any]) -> dict[str, Any]:

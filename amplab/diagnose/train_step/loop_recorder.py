@@ -25,7 +25,6 @@ from torch.optim.optimizer import (
 )
 from torch.utils._python_dispatch import _disable_current_modes
 
-from amplab.amp.deferred_interrupts import DeferredInterrupts
 from amplab.diagnose.train_step.loop_state import scales_of
 from amplab.diagnose.train_step.lost_updates import LostUpdates, ShadowStep
 from amplab.diagnose.train_step.masters import model_parameters
@@ -42,6 +41,7 @@ from amplab.diagnose.train_step.schedules import ScheduleWatch
 from amplab.diagnose.train_step.weight_averages import WeightAverages
 from amplab.formats import LOW_PRECISION_DTYPES
 from amplab.policies.nested_tensors import tensors_in
+from amplab.policies.signals import DeferredSignals
 from amplab.trace.as_found import Undo, remove_hook
 from amplab.trace.dispatch_mode import DispatchMode
 from amplab.trace.handed_step import Scaler
@@ -215,7 +215,7 @@ class LoopRecorder:
 
     def _safely(self, record: Callable[..., T], *given: Any) -> T | None:
         """Call a method that records; keep its error. An interrupt waits, so that no record is half made."""
-        with DeferredInterrupts():
+        with DeferredSignals():
             try:
                 return record(*given)
             except Exception as error:  # noqa: BLE001  the user's loop goes on

@@ -38,6 +38,7 @@ from amplab.diagnose.train_step.loop_state import kept, scales_of, set_scale
 from amplab.diagnose.train_step.named_code import clips_of_model_parameters, leads_to
 from amplab.diagnose.train_step.rehearsal import Rehearsal
 from amplab.diagnose.train_step.schedules import ScheduleWatch, reached_from, schedulers_of
+from amplab.policies.signals import is_interrupt
 from amplab.trace.handed_step import Scaler
 from amplab.trace.untouched import untouched
 
@@ -149,7 +150,9 @@ def _quietly(function: Callable[..., T], *given: Any, **options: Any) -> T | Non
     with contextlib.redirect_stdout(io.StringIO()):
         try:
             return function(*given, **options)
-        except Exception:  # noqa: BLE001  the first rehearsal has raised what the caller needs to know
+        except Exception as error:  # the first rehearsal has raised what the caller needs to know
+            if is_interrupt(error):
+                raise
             return None
 
 

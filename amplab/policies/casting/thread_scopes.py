@@ -39,6 +39,7 @@ from amplab.policies.casting.function_modes import (
     remove,
 )
 from amplab.policies.casting.half_on_cpu import DEFAULT_HALF_MODE, HalfMode
+from amplab.policies.signals import is_interrupt
 
 if TYPE_CHECKING:
     from amplab.policies.casting.compiled_engine import CompiledMode
@@ -133,7 +134,7 @@ class Scope:
         """Enter, until the block ends."""
         return self.enter(None if is_dynamo_compiling() else _getframe(1))
 
-    def __exit__(self, _type: object = None, error: object = None, _traceback: object = None) -> None:
+    def __exit__(self, _type: object = None, error: BaseException | None = None, _traceback: object = None) -> None:
         """Leave; does nothing if the scope has ended already. Scopes may end in any order.
 
         If another thread calls it, for example because the garbage collector closes a generator there, the scope ends
@@ -141,7 +142,7 @@ class Scope:
         """
         try:
             self._leave()
-            if error is not None and not isinstance(error, Exception) and self._thread is not None:
+            if error is not None and self._thread is not None and is_interrupt(error):
                 self._thread.may_be_pushed_again = True  # by torch's own blocks, when the traceback is freed
         except BaseException:  # an interrupt; finish anyway
             self._leave()

@@ -1,11 +1,16 @@
-"""SIGINT waits for the end of a call, and its handler is the one from before afterwards."""
+"""Signals wait for the end of a call, and their handlers are those from before afterwards."""
 
+import os
 import signal
+import sys
 import threading
+from functools import partial
 
 import pytest
 
-from amplab.amp.deferred_interrupts import DeferredInterrupts
+from amplab.policies.signals import DeferredSignals, is_interrupt
+
+needs_usr1 = pytest.mark.skipif(os.name != "posix", reason="sends SIGUSR1")
 
 
 @pytest.fixture
@@ -18,49 +23,49 @@ def handled():
 
 
 def test_an_interrupt_is_raised_at_the_end():
-    interrupts = DeferredInterrupts()
+    signals = DeferredSignals()
     signal.raise_signal(signal.SIGINT)
     with pytest.raises(KeyboardInterrupt):
-        interrupts.end()
+        signals.end()
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
 def test_one_that_has_come_is_admitted():
-    interrupts = DeferredInterrupts()
+    signals = DeferredSignals()
     signal.raise_signal(signal.SIGINT)
     with pytest.raises(KeyboardInterrupt):
-        interrupts.admit_one()
-    interrupts.end()
+        signals.admit()
+    signals.end()
 
 
 def test_those_after_the_admitted_one_wait():
-    interrupts = DeferredInterrupts()
-    interrupts.admit_one()
+    signals = DeferredSignals()
+    signals.admit()
     with pytest.raises(KeyboardInterrupt):
         signal.raise_signal(signal.SIGINT)
     signal.raise_signal(signal.SIGINT)
     signal.raise_signal(signal.SIGINT)
     with pytest.raises(KeyboardInterrupt):
-        interrupts.end()
+        signals.end()
 
 
 def test_a_handler_of_the_users_that_raises_nothing_is_called_for_each_that_is_admitted(handled):
-    interrupts = DeferredInterrupts()
-    interrupts.admit_one()
+    signals = DeferredSignals()
+    signals.admit()
     signal.raise_signal(signal.SIGINT)
     signal.raise_signal(signal.SIGINT)
     assert len(handled) == 2
-    interrupts.waits = True
+    signals.waits = True
     signal.raise_signal(signal.SIGINT)
     assert len(handled) == 2
-    interrupts.end()
+    signals.end()
     assert len(handled) == 3
 
 
 def test_the_outer_one_holds_inside(handled):
-    outer = DeferredInterrupts()
-    inner = DeferredInterrupts()
-    inner.admit_one()
+    outer = DeferredSignals()
+    inner = DeferredSignals()
+    inner.admit()
     signal.raise_signal(signal.SIGINT)
     inner.end()
     assert handled == []
@@ -69,9 +74,9 @@ def test_the_outer_one_holds_inside(handled):
 
 
 def test_one_inside_lets_interrupts_wait_where_the_outer_one_admits_them(handled):
-    outer = DeferredInterrupts()
-    outer.admit_one()
-    inner = DeferredInterrupts()
+    outer = DeferredSignals()
+    outer.admit()
+    inner = DeferredSignals()
     signal.raise_signal(signal.SIGINT)
     assert handled == []
     inner.end()
@@ -84,17 +89,17 @@ def test_each_that_comes_long_after_the_admitted_one_is_admitted(monkeypatch):
     """Code in between may have caught the first one: no loop in it goes on for ever."""
     now = [0.0]
     monkeypatch.setattr("time.monotonic", lambda: now[0])
-    interrupts = DeferredInterrupts()
-    interrupts.admit_one()
+    signals = DeferredSignals()
+    signals.admit()
     for _ in range(3):
         with pytest.raises(KeyboardInterrupt):
             signal.raise_signal(signal.SIGINT)
         signal.raise_signal(signal.SIGINT)
         now[0] += 2.0
-    interrupts.waits = True
+    signals.waits = True
     signal.raise_signal(signal.SIGINT)
     with pytest.raises(KeyboardInterrupt):
-        interrupts.end()
+        signals.end()
 
 
 class Ended(Exception):
@@ -108,14 +113,14 @@ def left_behind():
         raise Ended
 
     def wait():
-        with DeferredInterrupts():
+        with DeferredSignals():
             pass
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(DeferredInterrupts, "end", no_end)
+        patch.setattr(DeferredSignals, "end", no_end)
         with pytest.raises(Ended):
             wait()
-    assert isinstance(signal.getsignal(signal.SIGINT), DeferredInterrupts)
+    assert isinstance(signal.getsignal(signal.SIGINT), DeferredSignals)
 
 
 def test_one_that_another_signal_has_left_behind_has_no_effect():
@@ -128,19 +133,19 @@ def test_one_that_another_signal_has_left_behind_has_no_effect():
 def test_the_next_one_takes_the_place_of_one_that_is_left_behind():
     left_behind()
     left_behind()
-    interrupts = DeferredInterrupts()
+    signals = DeferredSignals()
     signal.raise_signal(signal.SIGINT)
     with pytest.raises(KeyboardInterrupt):
-        interrupts.end()
+        signals.end()
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
 def test_an_ignored_interrupt_stays_ignored():
     before = signal.signal(signal.SIGINT, signal.SIG_IGN)
     try:
-        interrupts = DeferredInterrupts()
+        signals = DeferredSignals()
         signal.raise_signal(signal.SIGINT)
-        interrupts.end()
+        signals.end()
         assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN
     finally:
         signal.signal(signal.SIGINT, before)
@@ -150,9 +155,9 @@ def test_another_thread_changes_nothing(handled):
     seen = []
 
     def look():
-        interrupts = DeferredInterrupts()
+        signals = DeferredSignals()
         seen.append(signal.getsignal(signal.SIGINT))
-        interrupts.end()
+        signals.end()
 
     before = signal.getsignal(signal.SIGINT)
     thread = threading.Thread(target=look)
@@ -163,8 +168,88 @@ def test_another_thread_changes_nothing(handled):
 
 
 def test_a_handler_that_the_call_has_set_stays(handled):
-    interrupts = DeferredInterrupts()
+    signals = DeferredSignals()
     own = lambda *_: None  # noqa: E731
     signal.signal(signal.SIGINT, own)
-    interrupts.end()
+    signals.end()
     assert signal.getsignal(signal.SIGINT) is own
+
+
+@pytest.fixture
+def limited():
+    """The handler of a time limit."""
+
+    def limit(*_):
+        raise TimeoutError
+
+    before = signal.signal(signal.SIGUSR1, limit)
+    yield limit
+    signal.signal(signal.SIGUSR1, before)
+
+
+@needs_usr1
+def test_a_time_limit_waits_as_an_interrupt_does(limited):
+    deferred = DeferredSignals()
+    signal.raise_signal(signal.SIGUSR1)
+    with pytest.raises(TimeoutError):
+        deferred.admit()
+    signal.raise_signal(signal.SIGUSR1)
+    with pytest.raises(TimeoutError):
+        deferred.end()
+    assert signal.getsignal(signal.SIGUSR1) is limited
+
+
+@needs_usr1
+def test_of_two_signals_that_wait_none_is_lost(limited):
+    deferred = DeferredSignals()
+    signal.raise_signal(signal.SIGUSR1)
+    signal.raise_signal(signal.SIGINT)
+    with pytest.raises(KeyboardInterrupt) as raised:
+        deferred.end()
+    assert isinstance(raised.value.__context__, TimeoutError)
+
+
+@needs_usr1
+def test_a_signal_while_the_handlers_are_set_leaves_those_from_before(limited, monkeypatch):
+    set_handler = signal.signal
+
+    def interrupted_signal(number, handler):
+        if number == signal.SIGUSR1 and isinstance(handler, DeferredSignals):
+            signal.raise_signal(signal.SIGUSR1)
+        return set_handler(number, handler)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(signal, "signal", interrupted_signal)
+        with pytest.raises(TimeoutError):
+            DeferredSignals()
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    assert signal.getsignal(signal.SIGUSR1) is limited
+
+
+def raised_by(function):
+    with pytest.raises(BaseException) as raised:  # noqa: PT011  SystemExit, too
+        function()
+    return raised.value
+
+
+def fails():
+    raise TimeoutError
+
+
+def wraps(function):
+    try:
+        function()
+    except TimeoutError as error:
+        raise ValueError from error
+
+
+@needs_usr1
+def test_an_exception_of_a_handler_is_an_interrupt_and_the_same_of_a_step_is_none(limited):
+    send = partial(signal.raise_signal, signal.SIGUSR1)
+    assert is_interrupt(raised_by(send))
+    assert is_interrupt(raised_by(partial(wraps, send)))
+    assert is_interrupt(raised_by(partial(sys.exit, 1)))
+    assert not is_interrupt(raised_by(fails))
+    assert not is_interrupt(raised_by(partial(wraps, fails)))
+    signal.signal(signal.SIGUSR1, partial(limited, 1))
+    assert is_interrupt(raised_by(send))

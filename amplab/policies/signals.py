@@ -1,0 +1,179 @@
+"""Exceptions that handlers of signals raise: Ctrl-C, a time limit (SIGALRM), a request to end (SIGTERM).
+
+`DeferredSignals` lets them wait for the end of a call that removes or restores something, and `is_interrupt` tells them
+from the errors of the code that they stop. Python runs handlers of signals in the main thread only.
+"""
+
+import signal
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable
+from functools import partial
+from types import CodeType, FrameType
+from typing import Any
+
+__all__ = ["DeferredSignals", "is_interrupt"]
+
+_QUIET_SECONDS = 1.0  # after a signal that is admitted: what it stops removes what it has begun
+
+_NAMES = ("INT", "TERM", "HUP", "QUIT", "ALRM", "VTALRM", "PROF", "XCPU", "CHLD", "USR1", "USR2")
+_NUMBERS = [int(getattr(signal, f"SIG{name}")) for name in _NAMES if hasattr(signal, f"SIG{name}")]
+"""The signals whose handlers may raise: an interrupt, a time limit, the end of a job or of a DataLoader's worker."""
+
+
+def is_interrupt(error: BaseException) -> bool:
+    """Return whether `error` is none of the code that it has stopped: what a handler of a signal has raised.
+
+    Code that catches what a user's step raises must let it pass, or the user's time limit has no effect. So must it
+    KeyboardInterrupt, SystemExit and GeneratorExit.
+
+    Sync: none.
+
+    >>> is_interrupt(KeyboardInterrupt()), is_interrupt(ValueError("a step's own"))
+    (True, False)
+    """
+    if not isinstance(error, Exception):
+        return True
+    codes = {code for number in _NUMBERS if (code := _code_of(signal.getsignal(number))) is not None}
+    raised: BaseException | None = error
+    while codes and raised is not None:
+        if any(frame.f_code in codes for frame, _ in traceback.walk_tb(raised.__traceback__)):
+            return True
+        raised = raised.__cause__
+    return False
+
+
+def _code_of(handler: Any) -> CodeType | None:
+    """Return the code of a handler that is written in Python."""
+    while isinstance(handler, partial):
+        handler = handler.func
+    if callable(handler) and not hasattr(handler, "__code__"):
+        handler = handler.__call__
+    code = getattr(handler, "__code__", None)
+    return code if isinstance(code, CodeType) else None
+
+
+_Handler = Callable[[int, FrameType | None], object]
+
+
+class DeferredSignals:
+    """Lets signals wait until `end`, which then calls the handler of each that has come, once.
+
+        signals = DeferredSignals()
+        try:
+            signals.admit()
+            change()
+        finally:
+            signals.waits = True
+            undo()
+            signals.end()
+
+    A handler that is admitted and raises lets the signals of the next second wait, so nothing stops `undo`. (CPython
+    lets none come between an exception, or the end of a function written in Python, and `waits = True`.) After that
+    second the next one is admitted too, since the code in between may have caught the exception and gone on. Inside
+    another one, `end` and `admit` return to what the outer one does. No effect on signals without a handler that is
+    written in Python, such as the one of SIGINT that raises KeyboardInterrupt.
+
+    A signal may come just before these handlers are set, or after they are removed, and its handler may raise there.
+    What is left behind then has no effect: it passes signals on, and the next `DeferredSignals` takes its place.
+
+    Attributes:
+        waits: whether the next signal waits.
+    """
+
+    def __init__(self) -> None:
+        self._waits, self._quiet_until = True, 0.0
+        self._come: dict[int, None] = {}  # the signals that wait, in their order
+        self._handlers: dict[int, _Handler] = {}  # of each signal, those from before
+        self._outer: DeferredSignals | None = None
+        if threading.current_thread() is not threading.main_thread():
+            return
+        self._block = sys._getframe(1)
+        try:
+            self._install()
+        except BaseException:
+            self._remove()
+            raise
+
+    def _install(self) -> None:
+        for number in _NUMBERS:
+            handler: Any = signal.getsignal(number)
+            if isinstance(handler, DeferredSignals) and not handler._is_inside(self._block):
+                handler = handler._handlers[number]  # never another one that is left behind
+            if isinstance(handler, DeferredSignals):
+                self._outer, self._outer_waits = handler, handler._waits
+                handler._waits = True
+                return
+            if callable(handler):
+                self._handlers[number] = handler
+                signal.signal(number, self)
+
+    def __enter__(self) -> "DeferredSignals":
+        """Let signals wait until the end of a `with` block."""
+        return self
+
+    def __exit__(self, *_error: object) -> None:
+        """As `end`."""
+        self.end()
+
+    def __call__(self, number: int, frame: FrameType | None) -> None:
+        """Handle a signal."""
+        if not self._is_inside(frame):
+            self._remove()
+            self._handlers[number](number, frame)
+        elif self._waits or time.monotonic() < self._quiet_until:
+            self._come[number] = None
+        else:
+            self._quiet_until = time.monotonic() + _QUIET_SECONDS
+            self._come.pop(number, None)
+            self._handlers[number](number, frame)
+            self._quiet_until = 0.0  # it has raised nothing
+
+    def _is_inside(self, frame: FrameType | None) -> bool:
+        """Return whether `frame` runs in the block of this handler."""
+        while frame is not None and frame is not self._block:
+            frame = frame.f_back
+        return frame is not None
+
+    @property
+    def waits(self) -> bool:
+        """Whether the next signal waits."""
+        return (self._outer or self)._waits
+
+    @waits.setter
+    def waits(self, waits: bool) -> None:
+        (self._outer or self)._waits = waits
+
+    def admit(self) -> None:
+        """Let a signal stop the code that follows, also one that has come already."""
+        self.waits = self._outer is not None and self._outer_waits
+        (self._outer or self)._raise()
+
+    def end(self) -> None:
+        """Set the handlers from before, and call those of the signals that have waited. Set `waits` first.
+
+        A handler that the call has set stays.
+        """
+        if self._outer is not None:
+            self.admit()
+            return
+        self._remove()
+        self._waits = False
+        self._raise()
+
+    def _remove(self) -> None:
+        for number, handler in self._handlers.items():
+            installed: object = signal.getsignal(number)
+            if installed is self:
+                signal.signal(number, handler)
+
+    def _raise(self) -> None:
+        if self._come and not self._waits:
+            number = next(iter(self._come))
+            del self._come[number]
+            try:
+                signal.raise_signal(number)
+            finally:
+                self._raise()  # of several handlers that raise, the last one's exception propagates
