@@ -144,6 +144,7 @@ class Trainer:
         self._lock = self._worker.lock  # guards the six attributes below
         self._wanted = self._experiment.config
         self._state = "ready"
+        self._steps_made = 0  # also of runs that another has replaced
         self._steps_left: int | None = None  # until it pauses; None for no limit
         self._memory: MemoryUse | None = None  # as last kept
         self._requests: set[str] = set()  # that wait in the queue
@@ -563,9 +564,9 @@ class Trainer:
             with self._lock:
                 if self._state == "running":
                     raise RuntimeError(f"run({steps}): the experiment is running already; call pause() first.")
-                end = len(self.history) + steps
+                end = self._steps_made + steps
                 self.start(steps)
-            while not self.wait(_PATIENCE) and len(self.history) <= end:
+            while not self.wait(_PATIENCE) and self._steps_made <= end:
                 pass  # more steps than these only if it was started again
         except KeyboardInterrupt:
             self.pause()
@@ -634,7 +635,7 @@ class Trainer:
         self._write_rest()
         if self._exchange is not None and "stop" in self._exchange.agreed:
             self.pause()
-        self._count_down()
+        self._count_step()
         if self._experiment.steps_done >= self._step_limit:
             self._end_at_limit()
 
@@ -669,8 +670,9 @@ class Trainer:
         self._explainer.explain_last()
         self._publisher.publish(StagesReady(recorded[0]))
 
-    def _count_down(self) -> None:
+    def _count_step(self) -> None:
         with self._lock:
+            self._steps_made += 1
             if self._steps_left is not None:
                 self._steps_left -= 1
                 if self._steps_left <= 0:

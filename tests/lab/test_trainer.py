@@ -377,6 +377,15 @@ def test_trainers_that_train_at_once_draw_the_random_numbers_of_their_own_seeds(
     assert [records(each) for each in together] == [records(each) for each in alone]
 
 
+def test_a_run_after_an_undo_returns_when_its_steps_are_done(trainer):
+    trainer.set_speed(20)
+    trainer.run(20)
+    trainer.reset()
+    trainer.run(2)
+    trainer.undo()  # the run continues that has 20 steps
+    assert len(trainer.run(5)) == 25
+
+
 def test_a_run_that_is_started_again_meanwhile_returns(trainer):
     trainer.set_speed(20)
     starter = threading.Timer(0.5, trainer.start)
