@@ -170,10 +170,15 @@ class DeferredSignals:
                 signal.signal(number, handler)
 
     def _raise(self) -> None:
-        if self._come and not self._waits:
-            number = next(iter(self._come))
-            del self._come[number]
-            try:
-                signal.raise_signal(number)
-            finally:
-                self._raise()  # of several handlers that raise, the last one's exception propagates
+        if not self._waits:
+            come, self._come = list(self._come), {}
+            _raise_each(come)
+
+
+def _raise_each(numbers: list[int]) -> None:
+    """Raise each signal; of several handlers that raise, the last one's exception propagates."""
+    if numbers:
+        try:
+            signal.raise_signal(numbers[0])
+        finally:
+            _raise_each(numbers[1:])

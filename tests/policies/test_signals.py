@@ -199,6 +199,19 @@ def test_a_time_limit_waits_as_an_interrupt_does(limited):
     assert signal.getsignal(signal.SIGUSR1) is limited
 
 
+def test_one_inside_does_not_admit_an_interrupt_that_comes_soon_after_another():
+    outer = DeferredSignals()
+    outer.admit()
+    with pytest.raises(KeyboardInterrupt):
+        signal.raise_signal(signal.SIGINT)
+    inner = DeferredSignals()
+    signal.raise_signal(signal.SIGINT)
+    inner.end()
+    outer.waits = True
+    with pytest.raises(KeyboardInterrupt):
+        outer.end()
+
+
 @needs_usr1
 def test_of_two_signals_that_wait_none_is_lost(limited):
     deferred = DeferredSignals()
