@@ -143,11 +143,9 @@ class _Peaks(DispatchMode):
         forward, backward = (torch.stack(found).amax(0).tolist() if found else (0.0, 0.0) for found in self._found)
         return (forward[0], bool(forward[1])), (backward[0], bool(backward[1]))
 
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
+    def run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         usual = _all_usual(args)  # before an op in place writes
-        result = func(*args, **(kwargs or {}))
+        result = func(*args, **kwargs)
         if isinstance(result, Tensor) and result.dtype == torch.float16 and result.numel() and not func.is_view:
             in_backward = torch._C._current_autograd_node() is not None
             size = result.detach().abs().float()

@@ -263,10 +263,8 @@ class _Backward(DispatchMode):
         super().__init__()
         self.measured = Measurements()
 
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        result = func(*args, **kwargs) if kwargs else func(*args)
+    def run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        result = func(*args, **kwargs)
         if _current_node() is not None and not torch.is_grad_enabled() and writes_values(func):
             with torch._C.DisableTorchFunction():
                 self.measure((result,))
@@ -338,12 +336,10 @@ class _OtherFormat(DispatchMode):
         super().__init__()
         self._dtype = dtype
 
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
+    def run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if func.is_view:  # a view uses the same memory
-            return func(*args, **(kwargs or {}))
-        args, kwargs = map_tensors((args, kwargs or {}), self._cast)
+            return func(*args, **kwargs)
+        args, kwargs = map_tensors((args, kwargs), self._cast)
         return func(*map(self._asked, args), **{name: self._asked(value) for name, value in kwargs.items()})
 
     def _cast(self, tensor: Tensor) -> Tensor:

@@ -57,7 +57,7 @@ from amplab.lab.step_look import StepLook
 from amplab.lab.step_rerun import CannotRunAgain, NeedsOtherRanks, StepRerun
 from amplab.lab.tensorboard_scalars import TensorBoardScalars
 from amplab.lab.watched_run import NO_LEVEL, WatchedRun
-from amplab.policies.casting.thread_scopes import block_at
+from amplab.policies.casting.thread_scopes import THREAD, block_at
 from amplab.policies.nested_tensors import samples_in
 from amplab.policies.signals import DeferredSignals, is_interrupt
 from amplab.scalers.unscaler import local_shard
@@ -153,6 +153,7 @@ class Watch:
         """Start to follow the loop."""
         if self._ends:
             raise RuntimeError("this watch is in use: expected a new amplab.watch(...) for each `with` block.")
+        THREAD.own.drop_ended()  # what another thread has ended
         self._began, self._block, self._handled = time.perf_counter_ns(), _Block(sys._getframe(1)), sys.exception()
         try:
             self._ends.append(self._hooks.end)

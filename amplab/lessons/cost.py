@@ -17,9 +17,9 @@ class _Counter(DispatchMode):
         super().__init__()
         self.calls = 0
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         self.calls += 1
-        return func(*args, **(kwargs or {}))
+        return func(*args, **kwargs)
 
 
 def operators_called(function: Callable[[], object]) -> int:

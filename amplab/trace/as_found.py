@@ -33,7 +33,7 @@ from amplab.policies.casting.function_modes import function_modes, set_function_
 from amplab.policies.casting.plan import torch_nesting
 from amplab.policies.casting.thread_scopes import AUTOCAST_FLAG, THREAD
 from amplab.policies.signals import DeferredSignals
-from amplab.trace.dispatch_mode import DispatchMode
+from amplab.trace.dispatch_mode import DispatchMode, drop_ended
 
 __all__ = ["Undo", "end_blocks_of", "leaves_as_found", "remove_hook"]
 
@@ -57,6 +57,7 @@ class Undo:
         self._functions: list[Callable[[], object]] = []
         self._handled = sys.exception()
         self._dispatch = _Dispatch()
+        self._others = _THREAD.undos  # another thread may end this
 
     def __enter__(self) -> "Undo":
         """Return itself."""
@@ -65,8 +66,8 @@ class Undo:
     def add(self, function: Callable[[], object]) -> None:
         """Call `function` at the end."""
         self._functions.append(function)
-        if self not in _THREAD.undos:
-            _THREAD.undos.append(self)
+        if self not in self._others:
+            self._others.append(self)
 
     def register(
         self, register: Callable[[Callable[..., Any]], object], hook: Callable[..., Any], hooks: dict[int, Any]
@@ -104,8 +105,8 @@ class Undo:
 
     def _run_inner(self) -> None:
         """Undo what blocks inside this one have left: an interrupt came where their own end began."""
-        if self in _THREAD.undos:
-            for undo in reversed(_THREAD.undos[_THREAD.undos.index(self) + 1 :]):
+        if self in self._others:
+            for undo in reversed(self._others[self._others.index(self) + 1 :]):
                 undo.run()
 
     def run(self) -> None:
@@ -117,8 +118,8 @@ class Undo:
             except Exception as error:  # noqa: BLE001  raised below
                 failure = error
             self._functions.pop()
-        if self in _THREAD.undos:
-            _THREAD.undos.remove(self)
+        if self in self._others:
+            self._others.remove(self)
         if failure is not None:
             raise failure
 
@@ -292,12 +293,16 @@ class _Dispatch:
     """The dispatch modes of this thread, what torch stores about them, and the keys that the thread sets."""
 
     def __init__(self) -> None:
+        drop_ended()
+        self._thread = threading.get_ident()
         self._modes = _get_current_dispatch_mode_stack()
         self._flags = _dispatch_flags()
         self._keys = _dispatch_keys()
 
     def restore(self) -> None:
-        """Restore them. The keys of dispatch modes without a mode would let every op fail."""
+        """Restore them, in their own thread. The keys of dispatch modes without a mode would let every op fail."""
+        if threading.get_ident() != self._thread:
+            return
         _restore_dispatch_modes(self._modes)
         if _dispatch_flags() != self._flags:
             vars(_python_dispatch).update(self._flags)

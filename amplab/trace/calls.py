@@ -54,6 +54,7 @@ class Calls(OwnMode):
         self.autograd_depth = 0
         self._modules = modules
         self._opened = _opened_by_engines()
+        self._thread = THREAD.own
 
     def __torch_function__(
         self,
@@ -74,13 +75,13 @@ class Calls(OwnMode):
 
     def __enter__(self) -> "Calls":
         """Name calls from here on."""
-        self.withdrawn = False
+        self.withdrawn, self._thread = False, THREAD.own
         super().__enter__()  # type: ignore[no-untyped-call]  # torch's has no annotations
         return self
 
     def __exit__(self, *_error: object) -> None:
         """Leave the stack of modes, from which an interrupted function of torch may have taken this mode already."""
-        THREAD.own.withdraw(self)
+        self._thread.withdraw(self)
 
     @contextmanager
     def named(self, name: str) -> Iterator[None]:

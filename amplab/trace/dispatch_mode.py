@@ -1,10 +1,13 @@
 """`DispatchMode`: the base of the modes that intercept every aten op, also those of autograd's backward."""
 
+from threading import get_ident
+from typing import Any
+
 from torch._C._dynamo.guards import set_is_in_mode_without_ignore_compile_internals
 from torch.utils import _python_dispatch
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack, _pop_mode, _push_mode
 
-__all__ = ["DispatchMode"]
+__all__ = ["DispatchMode", "drop_ended"]
 
 _FLAGS = {
     "old_dispatch_mode_flags": "_is_in_torch_dispatch_mode",
@@ -17,19 +20,36 @@ _FLAGS = {
 class DispatchMode(TorchDispatchMode):
     """A dispatch mode that can be entered without importing the compiler, which takes seconds.
 
-    A subclass implements ``__torch_dispatch__``. Modes may end in any order.
+    A subclass implements `run`. Modes may end in any order. Where another thread ends a mode, because it closes the
+    generator in which the mode was entered, the mode runs ops as they are until `drop_ended` in its own thread.
 
     Reference: torch.utils._python_dispatch.TorchDispatchMode.
     """
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # torch's has no annotations
+        self._thread, self.has_ended = get_ident(), False
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Run an op that a thread has called."""
+        if self.has_ended:
+            return func(*args, **(kwargs or {}))
+        return self.run(func, args, kwargs or {})
+
+    def run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run an op and return its result."""
+        raise NotImplementedError
 
     def __exit__(self, *_error: object) -> None:
         """Leave this thread's stack of modes, at any depth; does nothing if this mode has not been entered.
 
         torch's own takes off the topmost mode.
         """
+        if get_ident() != self._thread:
+            self.has_ended = True
+            return
         modes = _get_current_dispatch_mode_stack()
         place = next((place for place, mode in enumerate(modes) if mode is self), len(modes))
         above = modes[place + 1 :]
@@ -54,3 +74,10 @@ class DispatchMode(TorchDispatchMode):
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
         return False  # for True torch wraps the mode by a function of the compiler
+
+
+def drop_ended() -> None:
+    """Take those modes off this thread's stack that another thread has ended."""
+    for mode in _get_current_dispatch_mode_stack():
+        if isinstance(mode, DispatchMode) and mode.has_ended:
+            mode.__exit__()

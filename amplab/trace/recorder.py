@@ -305,9 +305,7 @@ class _Ops(DispatchMode):
         super().__init__()
         self._record = record
 
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
+    def run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         # Calls in here are not the model's: they are neither named nor cast.
         with _without_torch_function():
-            return self._record(func, args, kwargs or {})
+            return self._record(func, args, kwargs)

@@ -6,6 +6,7 @@ import itertools
 import os
 import signal
 import sys
+import threading
 from contextlib import nullcontext
 
 import pytest
@@ -303,3 +304,39 @@ def test_ctrl_c_while_gradients_are_measured_leaves_grad_mode_on():
         with pytest.raises(KeyboardInterrupt):
             loop.step()
         assert torch.is_grad_enabled()
+
+
+@pytest.mark.parametrize("has_batches", [False, True])
+def test_a_watch_whose_generator_another_thread_closes_leaves_no_mode(has_batches):
+    """The garbage collector may close a generator in any thread."""
+    model, x = nn.Linear(2, 1), torch.ones(4, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def step(w):
+        optimizer.zero_grad()
+        w.loss(model(x).square().mean()).backward()
+        optimizer.step()
+
+    def train():
+        with amplab.watch(model, optimizer) as w:
+            for _ in w.batches([x] * 3) if has_batches else range(3):
+                step(w)
+                yield w
+
+    steps = train()
+    w = next(steps)
+    looks = _get_current_dispatch_mode_stack()
+    assert looks
+    closer = threading.Thread(target=steps.close)
+    closer.start()
+    closer.join()
+    assert {*left_by(model, optimizer)} <= {"dispatch modes", "function modes", "flags"}  # of its own thread
+    rows = len(w.history)
+    step(w)
+    assert len(w.history) == rows
+    assert all(mode.has_ended for mode in _get_current_dispatch_mode_stack())
+    with amplab.watch(model, optimizer) as another:
+        assert not {*map(id, looks)} & {*map(id, _get_current_dispatch_mode_stack())}
+        step(another)
+    assert left_by(model, optimizer) == []
+    assert (len(another.history), another.failures) == (1, ())

@@ -505,10 +505,7 @@ class _Writes(DispatchMode):
         super().__init__()
         self._recorder = recorder
 
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        kwargs = kwargs or {}
+    def run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if _current_node() is not None:
             result = func(*args, **kwargs)
             self._recorder.is_in_half |= isinstance(result, Tensor) and result.dtype == torch.float16

@@ -395,9 +395,9 @@ class CastingThread:
                 self.may_be_pushed_again = False
 
     def withdraw(self, mode: OwnMode) -> None:
-        """Take `mode` off the stack for good; a second call does nothing."""
+        """Take `mode` off the stack for good, from another thread at the next call of amplab in this one."""
         mode.withdrawn = True
-        if not remove(mode):  # perhaps it handles a call, after which torch pushes it again
+        if self is not THREAD.own or not remove(mode):  # perhaps it handles a call, after which torch pushes it again
             self.may_be_pushed_again = True
 
     def _put_back_installed(self) -> None:
