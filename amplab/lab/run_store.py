@@ -138,7 +138,9 @@ class RunStore:
         row, place = self._appending
         if len(self.history) == place:
             self.history.append_row(row)
-        if self._wanted is not None and (self._log is None or self._log.last_step != row[0]):
+        if self._wanted is None:
+            self._path = None  # the log of a run that has ended does not get this step
+        elif self._log is None or self._log.last_step != row[0]:
             self._write(self._wanted, RunLog.append_row, row)
         self._appending = None
 

@@ -79,6 +79,7 @@ STEP_LIMIT = 1_000_000
 LOWEST_SPEED = 0.001
 """Steps per second: at a lower speed a run that goes on looks like one that hangs."""
 
+_STEP_SECONDS = 3.0  # for the end of a step after an interrupt
 _PATIENCE = 0.1  # seconds between two looks at a run that is waited for
 _EXIT_SECONDS = 5.0
 _PAUSE_SECONDS = 2.0  # in which a pause explains left-over skips; the others have a button
@@ -144,6 +145,7 @@ class Trainer:
         self._lock = self._worker.lock  # guards the six attributes below
         self._wanted = self._experiment.config
         self._state = "ready"
+        self._stops = 0  # calls of `stop` whose effect is to come
         self._steps_made = 0  # also of runs that another has replaced
         self._steps_left: int | None = None  # until it pauses; None for no limit
         self._memory: MemoryUse | None = None  # as last kept
@@ -349,6 +351,7 @@ class Trainer:
         """End the run and close its log. A reset starts a new run."""
         with self._lock:
             self.stop_comparison()
+            self._stops += 1
             self._enter("stopped")
             self._worker.post(self._end_logs)
 
@@ -553,6 +556,7 @@ class Trainer:
     def run(self, steps: int) -> History:
         """Train `steps` steps and return the history when they are done; an interrupt pauses at a step boundary.
 
+        After an interrupt it waits for the end of the present step, at most 3 seconds.
         If another thread starts the experiment meanwhile, without a limit, it goes on.
 
         Raises:
@@ -570,7 +574,7 @@ class Trainer:
                 pass  # more steps than these only if it was started again
         except KeyboardInterrupt:
             self.pause()
-            self.wait()
+            self.wait(_STEP_SECONDS)
             raise
         if self._state == "failed":
             raise RuntimeError(f"run({steps}): failed at step {len(self.history)}. {self.failures[-1].text}")
@@ -766,6 +770,8 @@ class Trainer:
             self._unwritten.append(store)
 
     def _end_logs(self) -> None:
+        with self._lock:
+            self._stops -= 1
         for store in (self._store, *self._unwritten):
             store.close()
         self._unwritten = []
@@ -790,7 +796,7 @@ class Trainer:
         with self._lock:
             self._wanted = self.config
             self._is_broken = bool(run.error)
-            if self._state != "running" or run.error:
+            if not self._stops and (self._state != "running" or run.error):
                 self._enter("failed" if run.error else "paused", again=True)
 
     def _restore(self, saved: Checkpoint) -> None:
@@ -808,7 +814,8 @@ class Trainer:
             store.restart(step=experiment.steps_done)
         with self._lock:
             self._wanted = self.config
-            self._enter("paused", again=True)
+            if not self._stops:
+                self._enter("paused", again=True)
 
     def _restored(self, saved: Checkpoint) -> tuple[Experiment, RunStore]:
         """Return the experiment and the store of a saved run; a new log that later steps cannot follow is removed."""

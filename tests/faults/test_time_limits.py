@@ -3,15 +3,17 @@
 import itertools
 import os
 import signal
+import zipfile
 
 import pytest
 import torch
 from torch import nn
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 import amplab
 from amplab import amp
-from amplab.amp.run_state import file_format
+from amplab.amp.run_state import file_format, save_and_load
 from amplab.diagnose.train_step import loop_recorder
 from amplab.lab import load_run
 from amplab.lab.run_log import RunLog
@@ -165,6 +167,22 @@ def test_a_time_limit_while_a_log_is_written_loses_no_record(clock, tmp_path, mo
 def test_a_time_limit_while_a_checkpoint_is_loaded_does_not_call_it_damaged(clock, tmp_path, monkeypatch):
     path, model = tmp_path / "run.pt", made()
     amp.save_run_state(path, model=model)
-    for owner, name in [(torch, "load"), (file_format, "_compressed"), (model, "load_state_dict")]:
+    copied = clock.ticking(torch.Tensor.copy_)
+    for owner, name in [
+        (torch, "load"),
+        (file_format, "_compressed"),
+        (save_and_load, "model_problems"),
+        (zipfile, "_EndRecData"),
+        (model, "load_state_dict"),
+    ]:
         monkeypatch.setattr(owner, name, clock.ticking(getattr(owner, name)))
-    clock.passes(lambda: amp.load_run_state(path, model=model), at_least=3)
+
+    class CopiesSlowly(TorchFunctionMode):
+        def __torch_function__(self, function, types, args=(), kwargs=None):
+            return (copied if function is torch.Tensor.copy_ else function)(*args, **(kwargs or {}))
+
+    def load():
+        with CopiesSlowly():
+            amp.load_run_state(path, model=model)
+
+    clock.passes(load, at_least=9)

@@ -1,6 +1,7 @@
 """The trainer: states, changes at step boundaries, requests, failures, events in order."""
 
 import os
+import signal
 import subprocess
 import sys
 import threading
@@ -20,6 +21,7 @@ from amplab.lab import (
     StepRecord,
     TraceReady,
     Trainer,
+    load_run,
 )
 from amplab.lab.models import MODELS, ModelChoice
 
@@ -375,6 +377,44 @@ def test_trainers_that_train_at_once_draw_the_random_numbers_of_their_own_seeds(
     assert all(each.wait(200) for each in together)
     assert torch.equal(torch.get_rng_state(), state)
     assert [records(each) for each in together] == [records(each) for each in alone]
+
+
+@pytest.mark.parametrize("control", ["continue_from", "undo"])
+def test_a_stop_after_a_control_that_brings_a_run_back_ends_that_run(control, tmp_path):
+    trainer = Trainer(ExperimentConfig(hidden=4), log=tmp_path)
+    trainer.run(3)
+    log = trainer.log_path
+    trainer.reset()
+    trainer.run(2)
+    trainer.continue_from(trainer.kept.runs[0]) if control == "continue_from" else trainer.undo()
+    trainer.stop()
+    trainer.wait()
+    assert (trainer.state, len(trainer.history)) == ("stopped", 3)
+    with pytest.raises(RuntimeError, match="the run has stopped"):
+        trainer.run(4)
+    trainer.reset()
+    trainer.run(1)
+    trainer.continue_from(next(each for each in trainer.kept.runs if len(each.history) == 3))
+    trainer.run(4)
+    trainer.stop()
+    trainer.wait()
+    assert trainer.log_path == log
+    assert len(load_run(log).history) == 7
+
+
+@pytest.mark.skipif(os.name != "posix", reason="sends SIGINT")
+def test_an_interrupt_of_a_run_does_not_wait_for_a_long_step(monkeypatch):
+    monkeypatch.setattr("amplab.lab.trainer._STEP_SECONDS", 0.2)
+    step_ends = threading.Event()
+    trainer = Trainer(ExperimentConfig(hidden=4))
+    trainer.subscribe(lambda event: step_ends.wait(60) if isinstance(event, StepRecord) else None)
+    interrupt = threading.Timer(1.0, os.kill, [os.getpid(), signal.SIGINT])
+    interrupt.start()
+    with pytest.raises(KeyboardInterrupt):
+        trainer.run(5)
+    step_ends.set()
+    trainer.wait()
+    assert (trainer.state, len(trainer.history)) == ("paused", 1)
 
 
 def test_a_run_after_an_undo_returns_when_its_steps_are_done(trainer):

@@ -26,7 +26,7 @@ from torch.nn import Parameter
 
 from amplab import __version__
 from amplab.amp.run_state.paths import short_name, special_kind, target_of
-from amplab.policies.signals import is_interrupt
+from amplab.policies.signals import DeferredSignals, is_interrupt
 
 try:
     import fcntl
@@ -125,7 +125,9 @@ def _refuse_damage(path: Path) -> None:
             what = "is empty" if not start else "is not a zip archive, as torch.save writes it"
             raise RunStateError(f"{path} {what}: expected a file of save_run_state; load another checkpoint.")
         try:
-            with zipfile.ZipFile(file) as archive:
+            with DeferredSignals():  # zipfile passes over a TimeoutError
+                archive = zipfile.ZipFile(file)
+            with archive:
                 compressed = _compressed(archive)
                 damaged = None if compressed else archive.testzip()
         except Exception as error:  # altered bytes can raise anything in zipfile

@@ -53,7 +53,7 @@ from amplab.amp.run_state.sharded_folder import (
     tensors_of,
     write_run_folder,
 )
-from amplab.policies.signals import is_interrupt
+from amplab.policies.signals import DeferredSignals, is_interrupt
 
 __all__ = ["RunState", "load_run_state", "save_run_state"]
 
@@ -182,8 +182,12 @@ def load_run_state(
     notes = _left_out(state, models, optimizers, session, scaler)
     if not own:
         notes = (*notes, "saved by fewer ranks: the random states of this rank are not restored")
+
+    def load() -> None:
+        with DeferredSignals():  # torch collects what a handler raises where it copies weights, in a RuntimeError
+            _load(state, models, optimizers, session, scaler, undo)
+
     with _undone_on_error(path) as undo:
-        load = partial(_load, state, models, optimizers, session, scaler, undo)
         on_every_rank(load) if is_run_folder(path) else load()
         if own:
             undo.append(partial(restore_rng, capture_rng()))
@@ -323,7 +327,9 @@ def _refuse_other_run(
             *(scale_problems(state["scaler"]) if scaler and scaler.is_enabled() and state["scaler"] else ()),
             *rng_problems(state["rng"]),
         ]
-    except Exception as error:  # noqa: BLE001  tensors of rare kinds refuse to be compared with anything
+    except Exception as error:  # tensors of rare kinds refuse to be compared with anything
+        if is_interrupt(error):
+            raise
         problems = [f"it has a value that cannot be compared ({type(error).__name__}: {error})"]
     if problems:
         raise RunStateError(

@@ -23,6 +23,7 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from amplab.amp.run_state.file_format import RunStateError
+from amplab.amp.run_state.paths import special_kind
 from amplab.policies.signals import is_interrupt
 
 __all__ = ["ShardReader"]
@@ -69,6 +70,8 @@ class ShardReader(FileSystemReader):
     def _read(self) -> Metadata:
         if not self._file.exists():
             self._refuse("there is no such file")
+        if kind := special_kind(self._file):
+            self._refuse(f"it is {kind}")
         with self._file.open("rb") as file:
             try:
                 read = _Unpickler(file).load()
@@ -82,6 +85,9 @@ class ShardReader(FileSystemReader):
             metadata = _metadata(read)
         except (AttributeError, LookupError, TypeError, ValueError) as error:
             self._refuse(f"{type(error).__name__}: {error}")
+        for name in {place.relative_path for place in metadata.storage_data.values()}:
+            if kind := special_kind(self._file.with_name(name)):
+                self._refuse(f"{name} is {kind}")
         metadata.storage_meta = StorageMeta(load_id=self.load_id)
         return metadata
 

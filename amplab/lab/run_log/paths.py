@@ -39,7 +39,8 @@ def free_path(path: Path) -> Path:
     candidate, number = path, 1
     while os.path.lexists(candidate):
         number += 1
-        candidate = path.with_stem(f"{path.stem}-{number}")
+        end = f"-{number}{path.suffix}"
+        candidate = path.with_name(short_name(path.stem, 255 - len(os.fsencode(end))) + end)
     return candidate
 
 
