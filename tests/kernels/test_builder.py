@@ -284,6 +284,31 @@ def test_a_library_that_does_not_load_is_thrown_away(library, tmp_path):
     assert libraries(tmp_path) == []
 
 
+def cut_off(file):
+    file.write_bytes(file.read_bytes()[:-1])
+
+
+def altered(file):
+    file.write_bytes(b"b" + file.read_bytes()[1:])
+
+
+def made_a_pipe(file):
+    file.unlink()
+    os.mkfifo(file)
+
+
+@pytest.mark.skipif(os.name != "posix", reason="makes pipes")
+@pytest.mark.parametrize("damage", [cut_off, altered, made_a_pipe, Path.unlink])
+@pytest.mark.parametrize("name", ["amplab_kernels_0.so", "sha256"])
+def test_a_library_that_is_not_whole_is_not_loaded(damage, name, library, tmp_path):
+    """Loading one that is cut off, as after a loss of power, kills the process by SIGBUS."""
+    folder = cache.writable_folder("0123")
+    publish(tmp_path, folder, b"a library")
+    assert cache.find("0123")
+    damage(folder / "built" / name)
+    assert cache.find("0123") == ()
+
+
 @needs_tools
 def test_a_compiler_that_fails_is_quoted_and_its_log_kept(library, tmp_path, monkeypatch, capsys):
     monkeypatch.undo()

@@ -4,9 +4,11 @@
 and ``amplab-kernels-<uid>`` in the system's temporary folder where the first cannot be used.
 
 A library is code that runs as the user. So a library is loaded, and a folder is built in, only if no other user can
-change it or any folder above it (`distrust`). Looking a build up writes nothing.
+change it or any folder above it (`distrust`), and only if it is whole: loading one that has lost its end would kill the
+process, so ``sha256`` beside the libraries holds their digests. Looking a build up writes nothing.
 """
 
+import hashlib
 import os
 import shutil
 import stat
@@ -29,6 +31,7 @@ except ImportError:  # Windows: two builders may do the same work; the result of
 __all__ = ["BUILT", "building", "discard", "distrust", "find", "no_folder", "publish", "refusals", "writable_folder"]
 
 BUILT = "built"
+_DIGESTS = "sha256"
 _SUFFIX = ".pyd" if sys.platform == "win32" else ".so"
 # Who owns the files of the system's root as seen from inside a user namespace, as in a rootless container.
 _UNMAPPED = 65534
@@ -42,10 +45,10 @@ class _Root(NamedTuple):
 
 
 def find(key: str) -> tuple[Path, ...]:
-    """Return the libraries built for ``key`` that can be trusted, symbolic links resolved; empty if there are none."""
+    """Return the libraries for ``key``, links resolved, if they are whole and can be trusted; else an empty tuple."""
     for root in _roots():
         libraries = _libraries(root, key)
-        if libraries and not any(_distrusted(library, root.own + 3) for library in libraries):
+        if libraries and not any(_distrusted(each, root.own + 3) for each in libraries) and _are_whole(libraries):
             return libraries
     return ()
 
@@ -98,6 +101,7 @@ def building(folder: Path) -> Iterator[None]:
 
 def publish(finished: Path, folder: Path) -> None:
     """Move a folder of finished libraries to its place in one step, so that no process sees only some of them."""
+    (finished / _DIGESTS).write_text(_digests(sorted(finished.glob("*" + _SUFFIX))))
     try:
         finished.replace(folder / BUILT)
     except OSError:  # without locks, another builder may have finished first: its libraries are the same
@@ -171,6 +175,17 @@ def _private_group(uid: int) -> int | None:
 
 def _libraries(root: _Root, key: str) -> tuple[Path, ...]:
     return tuple(path.resolve() for path in sorted((root.folder / key / BUILT).glob("*" + _SUFFIX)))
+
+
+def _are_whole(libraries: Sequence[Path]) -> bool:
+    digests = libraries[0].with_name(_DIGESTS)
+    are_files = all(path.is_file() for path in (*libraries, digests))  # reading a pipe would wait for a writer
+    return are_files and digests.read_text("utf-8", "replace") == _digests(libraries)
+
+
+def _digests(libraries: Sequence[Path]) -> str:
+    """Return the digest and the name of each library, a line for each."""
+    return "".join(f"{hashlib.sha256(each.read_bytes()).hexdigest()}  {each.name}\n" for each in libraries)
 
 
 def _existing(folder: Path) -> Path:
