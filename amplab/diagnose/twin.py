@@ -29,6 +29,7 @@ from amplab.diagnose.trial import (
 )
 from amplab.diagnose.twin_report import TwinReport, TwinRow, TwinStep, twin_error
 from amplab.policies.nested_tensors import floating_tensors_in
+from amplab.policies.signals import is_interrupt
 from amplab.trace.argument_checks import accepts, check_gradients_on
 from amplab.trace.as_found import leaves_as_found
 from amplab.trace.handed_step import Loss, handed_step, shows_calls
@@ -121,6 +122,8 @@ def _copied(value: Any, name: str = "model") -> Any:
     try:
         return copy.deepcopy(value)
     except Exception as refusal:
+        if is_interrupt(refusal):
+            raise
         raise ValueError(
             f"{name}={type(value).__name__} cannot be copied ({type(refusal).__name__}: {refusal}): expected one that "
             "copy.deepcopy takes, since each side trains a copy; detach the tensors that it keeps, and remove locks, "

@@ -35,6 +35,7 @@ from amplab.lab.config import OWN
 from amplab.lab.models import MODELS, ModelChoice
 from amplab.lab.tasks import OWN_TASK, TASKS, MakeOptimizer, Score, Task, TaskChoice, TaskLoss
 from amplab.lab.tasks.task import drawing_alone
+from amplab.policies.signals import is_interrupt
 from amplab.trace.handed_step import Loss, ModelGroup, as_model, handed_step
 from amplab.trace.random_states import random_states_kept
 
@@ -260,6 +261,8 @@ def _model_maker(
     try:
         kept, copied = copy.deepcopy((group, makers))
     except Exception as refusal:
+        if is_interrupt(refusal):
+            raise
         raise ValueError(
             f"model={type(group).__name__} cannot be copied ({refusal}), and Reset and Compare need fresh ones; pass a "
             "function that makes the model, model=lambda: Net(), and one for the optimizer."

@@ -158,3 +158,13 @@ def test_altered_bytes_are_refused_whole_or_harmless(folder):
 @pytest.mark.long
 def test_many_altered_bytes(folder):
     attack(folder, range(1000, 3000))
+
+
+@pytest.mark.skipif(os.name != "posix", reason="makes pipes")
+@pytest.mark.parametrize("name", ["rank_0.pt", ".metadata", "__0_0.distcp"])
+def test_a_pipe_in_a_folder_is_refused(name, folder):
+    """Reading one would wait for a writer."""
+    (folder / name).unlink()
+    os.mkfifo(folder / name)
+    with pytest.raises(amp.RunStateError, match="a named pipe"):
+        load(folder)

@@ -107,6 +107,16 @@ def doctored_loop(loss):
     amplab.doctor(model, X, loss=loss_of, train_step=train, optimizer=optimizer, scaler=scaler)
 
 
+class CopiedSlowly(nn.Linear):
+    def __init__(self, copies):
+        super().__init__(4, 1)
+        self.copies = copies
+
+    def __deepcopy__(self, memo):
+        self.copies(torch.ones(1))
+        return nn.Linear(4, 1)
+
+
 TOOLS = {
     "doctor": lambda loss: amplab.doctor(made(), X, loss=loss),
     "doctor of a loop": doctored_loop,
@@ -114,6 +124,7 @@ TOOLS = {
         made, [(X, X)], loss=loss, steps=8, rungs={"O1": "O1", "fp32": "fp32"}, tell=lambda _: None
     ),
     "twin": lambda loss: amplab.twin(made(), X, loss=loss, steps=2),
+    "twin, in its copy": lambda loss: amplab.twin(CopiedSlowly(loss), X, loss=loss_of, steps=2),
     "first_nonfinite": lambda loss: amplab.first_nonfinite(made(1e6), X, loss=loss, opt_level="O2"),
 }
 

@@ -386,6 +386,13 @@ def test_a_log_never_writes_over_a_file(path):
     assert free_path(path).name == "run-3.jsonl"
 
 
+def test_a_name_of_255_bytes_gets_a_number_too(tmp_path):
+    path = tmp_path / f"{'é' * 124}a.jsonl"
+    for _ in range(3):
+        RunLog(free_path(path), CONFIG).close()
+    assert len(list(tmp_path.iterdir())) == 3
+
+
 def test_the_folder_is_named_by_the_environment(runs, monkeypatch):
     assert runs_directory() == runs
     assert re.fullmatch(r"\d{8}-\d{6}-digits-mlp-O1.jsonl", new_path(runs, CONFIG).name)
