@@ -54,6 +54,8 @@ def read_progress(path: Path) -> dict[str, str]:
 
 def _read(path: Path) -> dict[str, str]:
     """Return the solved exercises; raise OSError without a file, ValueError for one that does not hold them."""
+    if path.exists() and not path.is_file() and not path.is_dir():
+        raise ValueError("expected a regular file")  # a pipe would wait for a writer, and a device may have no end
     try:
         read = json.loads(path.read_text(encoding="utf-8"))
     except RecursionError:
@@ -70,7 +72,10 @@ def _solved_so_far(path: Path) -> dict[str, str]:
     except FileNotFoundError:
         return {}
     except ValueError:
-        aside = path.with_name(f"{path.name}.damaged")
+        aside, number = path.with_name(f"{path.name}.damaged"), 1
+        while os.path.lexists(aside):
+            number += 1
+            aside = path.with_name(f"{path.name}.damaged-{number}")
         os.replace(path, aside)
         warnings.warn(f"{path} is damaged; it is kept as {aside.name}, and a new one begins.", stacklevel=3)
         return {}

@@ -231,6 +231,28 @@ def test_a_broken_file_has_no_progress_and_is_kept(monkeypatch: pytest.MonkeyPat
     assert (tmp_path / "progress.json.damaged").read_text() == text
 
 
+def test_every_damaged_file_is_kept(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    path = tmp_path / "progress.json"
+    monkeypatch.setenv(PROGRESS, str(path))
+    for text in ("{1", "{2", "{3"):
+        path.write_text(text)
+        with pytest.warns(UserWarning, match="is damaged"):
+            record_right("98-1")
+    kept = sorted(each for each in tmp_path.iterdir() if "damaged" in each.name)
+    assert [each.read_text() for each in kept] == ["{1", "{2", "{3"]
+
+
+@pytest.mark.skipif(os.name != "posix", reason="makes a pipe")
+def test_a_pipe_in_place_of_the_file_is_not_waited_for(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    path = tmp_path / "progress.json"
+    os.mkfifo(path)
+    assert read_progress(path) == {}
+    monkeypatch.setenv(PROGRESS, str(path))
+    with pytest.warns(UserWarning, match="is damaged"):
+        record_right("98-1")
+    assert list(read_progress(path)) == ["98-1"]
+
+
 def test_a_file_that_cannot_be_read_is_not_replaced(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     path = tmp_path / "progress.json"
     path.mkdir()
