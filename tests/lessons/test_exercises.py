@@ -253,6 +253,19 @@ def test_a_pipe_in_place_of_the_file_is_not_waited_for(monkeypatch: pytest.Monke
     assert list(read_progress(path)) == ["98-1"]
 
 
+def test_a_folder_that_another_program_locks_is_a_warning(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    fcntl = pytest.importorskip("fcntl")
+    monkeypatch.setattr("amplab.lessons.progress._LOCK_SECONDS", 0.1)
+    monkeypatch.setenv(PROGRESS, str(tmp_path / "progress.json"))
+    handle = os.open(tmp_path, os.O_RDONLY)
+    fcntl.flock(handle, fcntl.LOCK_SH)
+    with pytest.warns(UserWarning, match="another program has locked the folder; the exercise is not noted"):
+        record_right("98-1")
+    os.close(handle)
+    record_right("98-1")
+    assert list(read_progress(tmp_path / "progress.json")) == ["98-1"]
+
+
 def test_a_file_that_cannot_be_read_is_not_replaced(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     path = tmp_path / "progress.json"
     path.mkdir()
