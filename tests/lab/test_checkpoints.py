@@ -208,6 +208,19 @@ def test_a_damaged_checkpoint_is_a_sentence_and_the_run_goes_on(tmp_path: Path, 
     assert len(other.history) == 3
 
 
+def test_a_stop_right_after_a_saved_run_is_continued_ends_that_run(tmp_path: Path) -> None:
+    trainer = Trainer(SMALL, log=tmp_path)
+    trainer.run(2)
+    saved = Checkpoint(next(tmp_path.glob("*.checkpoint")), SMALL, 2, saved=datetime.now())
+    trainer.stop()
+    other = Trainer(SMALL, log=tmp_path / "other")
+    other.run(3)
+    other.continue_saved(saved)
+    other.stop()
+    assert other.wait(10)
+    assert (other.state, len(other.history)) == ("stopped", 2)
+
+
 def test_a_checkpoint_that_cannot_be_written_is_reported_once_and_the_run_goes_on(tmp_path: Path, listen) -> None:
     trainer = Trainer(SMALL, log=tmp_path / "run.jsonl")
     ear = listen(trainer)

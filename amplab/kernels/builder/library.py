@@ -4,7 +4,8 @@ The environment variable ``AMPLAB_KERNELS`` chooses:
 
 ``auto`` (the default)
     The first use loads a build from the cache. If there is none, one is made in the background; until it is ready,
-    operators use the PyTorch reference, which gives the same bits.
+    operators use the PyTorch reference, which gives the same bits. The build goes on for its minute if the program ends
+    before it, so that the next one has the kernels.
 ``require``
     The first use waits for the build, and raises if it is not possible.
 ``reference``
