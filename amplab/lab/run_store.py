@@ -32,7 +32,7 @@ from amplab.parallel.rank_state import RankState
 from amplab.parallel.ranks import agreed_text, this_rank
 from amplab.policies.signals import DeferredSignals, is_interrupt
 
-__all__ = ["RunStore"]
+__all__ = ["RetiredLogs", "RunStore"]
 
 
 class RunStore:
@@ -305,6 +305,34 @@ class RunStore:
             f"log: cannot write {where} ({error.strerror or error}). The run continues without a log and keeps its "
             f"steps in memory: amplab.lab.report writes them to a page. {self._advice}"
         )
+
+
+class RetiredLogs:
+    """The logs of runs that are over, whose last lines wait while their disk is full."""
+
+    def __init__(self) -> None:
+        self._waiting: list[RunStore] = []
+
+    def add(self, store: RunStore) -> None:
+        """End the log of a run, now or once the disk has space."""
+        self.take_back(store)
+        if not store.retire():
+            self._waiting.append(store)
+
+    def take_back(self, store: RunStore) -> None:
+        """A run continues: its log does not end."""
+        self._waiting = [each for each in self._waiting if each is not store]
+
+    def write(self) -> None:
+        """Write what waits, if the disk has space again."""
+        if self._waiting:
+            self._waiting = [store for store in self._waiting if not store.retire()]
+
+    def close(self) -> None:
+        """End all: a line that cannot be written now is lost, and the run's `on_failure` is told."""
+        for store in self._waiting:
+            store.close()
+        self._waiting = []
 
 
 def _reserved(path: Path) -> str:

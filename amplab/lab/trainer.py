@@ -63,7 +63,7 @@ from amplab.lab.memory_count import level_memory
 from amplab.lab.rank_exchange import RankExchange, RankLost
 from amplab.lab.run_log.json_lines import is_number
 from amplab.lab.run_saver import RunSaver
-from amplab.lab.run_store import RunStore
+from amplab.lab.run_store import RetiredLogs, RunStore
 from amplab.lab.step_explainer import StepExplainer
 from amplab.lab.step_stages import StepStages
 from amplab.lab.undo import UndoList
@@ -132,7 +132,7 @@ class Trainer:
         self._kept = KeptRuns(self._changes)
         self._comparison: Comparison | None = None
         self._store = self._new_store(self._experiment.config)
-        self._unwritten: list[RunStore] = []  # of runs that are over, whose last lines wait for a full disk
+        self._retired = RetiredLogs()
         self._explainer = self._new_explainer()
         self._saver = RunSaver(exchange, self._publisher.publish)
         self._name, self._runs_begun = "Run 1", 1
@@ -636,7 +636,7 @@ class Trainer:
         if not math.isfinite(record.loss):
             self._report_buffers(record.step)
         self._save()
-        self._write_rest()
+        self._retired.write()
         if self._exchange is not None and "stop" in self._exchange.agreed:
             self.pause()
         self._count_step()
@@ -692,7 +692,7 @@ class Trainer:
         self._report_kernels()
         if state != "running":
             self._store.flush()
-            self._write_rest()
+            self._retired.write()
         if state in ("paused", "stopped"):
             self._save(at_rest=True)
         self._publisher.publish(StateChanged(state, len(self.history), note))
@@ -757,7 +757,7 @@ class Trainer:
 
     def _retire(self) -> KeptRun | None:
         """Keep the present run and return it; None if it has no step."""
-        self._end_log(self._store)
+        self._retired.add(self._store)
         if not len(self.history):
             return None
         error = "Training failed." if self._is_broken else ""
@@ -765,21 +765,11 @@ class Trainer:
         self._worker.post(partial(self._measure, kept))
         return kept
 
-    def _end_log(self, store: RunStore) -> None:
-        if not store.retire() and store not in self._unwritten:
-            self._unwritten.append(store)
-
     def _end_logs(self) -> None:
         with self._lock:
             self._stops -= 1
-        for store in (self._store, *self._unwritten):
-            store.close()
-        self._unwritten = []
-
-    def _write_rest(self) -> None:
-        """Write what waits of runs that are over, if the disk has space again."""
-        if self._unwritten:
-            self._unwritten = [store for store in self._unwritten if not store.retire()]
+        self._store.close()
+        self._retired.close()
 
     def _bring_back(self, run: KeptRun, *, is_undo: bool = False) -> None:
         """Continue a kept run in place of the present one."""
@@ -789,8 +779,7 @@ class Trainer:
         self._kept.take(run)
         if not is_undo:
             self._record_replacing(f"Continued {run.name}", replaced, previous)
-        if run.store in self._unwritten:
-            self._unwritten.remove(run.store)
+        self._retired.take_back(run.store)
         run.store.reopen()
         self._present(run.name, run.experiment, run.store, previous)
         with self._lock:
@@ -858,7 +847,7 @@ class Trainer:
 
         def end(run: KeptRun, error: str) -> None:
             run.is_training, run.error = False, error
-            self._end_log(run.store)
+            self._retired.add(run.store)
             self._measure(run)
 
         self._comparison = Comparison(configs, steps, begin=begin, train=train, end=end)

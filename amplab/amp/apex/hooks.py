@@ -1,6 +1,6 @@
 """The models and optimizers of a session: adding its hooks, removing them, and counting bytes. Held weakly.
 
-What the hooks do is in `forward_hooks`, `saved_masters` and `hooked_optimizer`; weights are cast in `model_weights`.
+What the hooks do is in `forward_hooks`, `master_hooks` and `hooked_optimizer`; weights are cast in `model_weights`.
 """
 
 import weakref
@@ -16,9 +16,9 @@ from amplab.amp.apex.forward_hooks import ForwardHooks
 from amplab.amp.apex.hooked_optimizer import HookedOptimizer
 from amplab.amp.apex.initialize_arguments import warn_of_vanishing_eps
 from amplab.amp.apex.level_policy import ruled_dtypes
+from amplab.amp.apex.master_hooks import MasterHooks
 from amplab.amp.apex.model_weights import cast_model, set_values
 from amplab.amp.apex.opt_levels import OptProperties
-from amplab.amp.apex.saved_masters import SavedMasters
 from amplab.amp.backward.optimizer_params import cast_state, params_of
 from amplab.amp.backward.records import MemoryUse
 from amplab.amp.backward.seen_wrapper import SeenWrapper
@@ -256,7 +256,7 @@ class HookedModel:
         self._handles: list[Any] = [*self.wrapper.register(model), *forward.register(model)]
         self._handles += register_module_rules(model, policy, weights_dtype=weights_dtype if self._half else None)
         if self._half:
-            self._handles += SavedMasters(masters).register(model)
+            self._handles += MasterHooks(masters).register(model)
         if casts_around_functions or policy.module_rules or policy.op_rules:
             self._handles += accept_half_input(model)
         if ddp is not None:

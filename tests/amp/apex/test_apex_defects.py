@@ -1,6 +1,6 @@
 """What apex is known to get wrong, one test each, in the order in which a script meets it.
 
-More of them stand where their part is tested: resumed runs and late loads (test_saved_masters), copies and containers
+More of them stand where their part is tested: resumed runs and late loads (test_master_hooks), copies and containers
 (test_forward_hooks), accumulation and exceptions (test_gradients), skips, schedulers and closures
 (test_hooked_optimizer), cells that run twice (test_level_switch), vanishing scales
 (test_loss_scale_collapse), decorators (test_function_decorators), the cache itself and recurrent layers (tests of the

@@ -21,10 +21,10 @@ from amplab.formats import LOW_PRECISION_DTYPES
 from amplab.policies.casting.hook_scopes import no_graph_of_its_own
 from amplab.scalers import MasterWeights
 
-__all__ = ["SavedMasters"]
+__all__ = ["MasterHooks"]
 
 
-class SavedMasters:
+class MasterHooks:
     """The hooks of one model.
 
     Args:
@@ -102,7 +102,7 @@ class SavedMasters:
 
     def __reduce__(self) -> tuple[type, tuple[()]]:
         # A copied or unpickled model has other parameters: it saves its own values, as float32.
-        return SavedMasters, ()
+        return MasterHooks, ()
 
 
 def _own_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
