@@ -67,7 +67,7 @@ def plan_launch(
         port: TCP port in [1, 65535]; None takes 8888 or the next free one.
         browser: whether to open a browser, if there is one.
         app: whether to hide the sources of the cells.
-        extra: further arguments of JupyterLab, put last so that they win.
+        extra: further arguments of JupyterLab, in place of those here that set the same, which it would refuse twice.
 
     Raises:
         LaunchError: JupyterLab is not installed, or the port is taken or invalid.
@@ -81,8 +81,8 @@ def plan_launch(
         check_port(port)
     opens_browser = browser and has_browser()
     root = folder or notebook.parent
-    command = [
-        *(sys.executable, "-P", "-m", "jupyterlab", "--log-level=WARN"),
+    defaults = [
+        "--log-level=WARN",
         f"--ServerApp.ip={ADDRESS}",
         f"--ServerApp.root_dir={root}",
         f"--LabApp.default_url=/doc/tree/{quote(notebook.relative_to(root).as_posix())}",
@@ -93,8 +93,10 @@ def plan_launch(
         *([] if port is None else [f"--ServerApp.port={port}", "--ServerApp.port_retries=0"]),
         *([] if opens_browser else ["--no-browser"]),
         *(["--allow-root"] if runs_as_root() else []),
-        *extra,
     ]
+    given = {option for option, _ in _options(extra)}
+    kept = [word for word, (option, _) in zip(defaults, _options(defaults), strict=True) if option not in given]
+    command = [sys.executable, "-P", "-m", "jupyterlab", *kept, *extra]
     environment = lab_environment(os.environ, app=app, progress=progress_file(root))
     return Launch(tuple(command), environment, opens_browser, warning_of_address(extra))
 
@@ -107,17 +109,34 @@ def warning_of_address(arguments: Sequence[str]) -> str:
     >>> warning_of_address(["--ip", "0.0.0.0"])[:26]
     '--ip 0.0.0.0: other machin'
     """
-    address = ADDRESS
-    for word, following in zip(arguments, [*arguments[1:], ""], strict=False):
-        option, given, value = word.partition("=")
-        if option in ("--ip", "--ServerApp.ip"):
-            address = value if given else following
+    address = dict(_options(arguments)).get("--ServerApp.ip", ADDRESS)
     if _is_loopback(address):
         return ""
     return (
         f"--ip {address}: other machines can reach this server, and who has its token can run code here; leave --ip "
         "out, and forward the port with `ssh -L` to open the lab from elsewhere."
     )
+
+
+def _options(arguments: Sequence[str]) -> list[tuple[str, str]]:
+    """Return each argument of JupyterLab as the setting that it stands for and its value, which may be the next one."""
+    split = [word.partition("=") for word in arguments]
+    following = [*arguments[1:], ""]
+    return [
+        (_SHORT.get(option, option), value if given else after)
+        for (option, given, value), after in zip(split, following, strict=False)
+    ]
+
+
+_SHORT = {
+    "--ip": "--ServerApp.ip",
+    "--port": "--ServerApp.port",
+    "--port-retries": "--ServerApp.port_retries",
+    "--notebook-dir": "--ServerApp.root_dir",
+    "--Application.log_level": "--log-level",
+    "--LabApp.log_level": "--log-level",
+}
+"""Short names of JupyterLab's settings."""
 
 
 def _is_loopback(address: str) -> bool:

@@ -112,7 +112,7 @@ def modes_line(kernels: BuildReport, half_mode: str) -> str:
     """Return how numbers are computed here, in one line.
 
     >>> modes_line(BuildReport("building", "CPU kernels"), "native")
-    'float16 on CPU: native arithmetic · kernels: building C++'
+    'float16 on CPU: native arithmetic · kernels: PyTorch, until those in C++ are built'
     """
     return f"float16 on CPU: {_HALF_MODES[half_mode]} · kernels: {_KERNELS[kernels.status].format(kernels)}"
 
@@ -123,7 +123,7 @@ _HALF_MODES = {
 }
 _KERNELS = {
     "reference": "PyTorch",
-    "building": "building C++",
+    "building": "PyTorch, until those in C++ are built",
     "built": "C++",
     "failed": "PyTorch ({0.cause}; to enable C++: {0.remedy})",
 }

@@ -191,7 +191,7 @@ def running_lab(tmp_path: Path, cwd: Path, *command: str) -> Iterator[str]:
         printed = []
         for line in server.stdout:
             printed.append(line)
-            if found := re.search(SERVER + r"\S+", line):
+            if found := re.search(r"http://127\.0\.0\.\d\S+", line):
                 yield found[0]
                 break
         else:
@@ -223,6 +223,20 @@ def test_real_server_keeps_its_token_and_asks_no_questions(tmp_path: Path) -> No
     defaults = json.loads(settings)["schema"]["properties"]
     assert defaults["fetchNews"]["default"] == "false"
     assert defaults["checkForUpdates"]["default"] is False
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="other systems have one loopback address")
+def test_arguments_of_jupyterlab_replace_those_of_the_lab(tmp_path: Path) -> None:
+    """It refuses a setting that is given twice."""
+    here = tmp_path / "here"
+    here.mkdir()
+    (here / "mine.txt").touch()
+    words = ["--ip", "127.0.0.2", "--port=0", f"--notebook-dir={here}", "--log-level=ERROR"]
+    with running_lab(tmp_path, ROOT, "-m", "amplab", "lab", "--no-browser", "--", *words) as address:
+        server, token = re.fullmatch(r"(http://127\.0\.0\.2:\d+)/.*\?token=(\w+)", address).groups()
+        served = json.loads(fetch(f"{server}/api/contents?token={token}"))["content"]
+        assert addresses_that_listen(int(server.rpartition(":")[2])) == {"127.0.0.2"}
+    assert [entry["name"] for entry in served] == ["mine.txt"]
 
 
 @pytest.mark.skipif(os.name != "posix", reason="the server is stopped by a signal")
