@@ -4,12 +4,14 @@
 from the errors of the code that they stop. Python runs handlers of signals in the main thread only.
 """
 
+import _thread
 import signal
 import sys
 import threading
 import time
 import traceback
 from collections.abc import Callable
+from contextlib import suppress
 from functools import partial
 from types import CodeType, FrameType
 from typing import Any
@@ -72,9 +74,9 @@ class DeferredSignals:
 
     A handler that is admitted and raises lets the signals of the next second wait, so nothing stops `undo`. (CPython
     lets none come between an exception, or the end of a function written in Python, and `waits = True`.) After that
-    second the next one is admitted too, since the code in between may have caught the exception and gone on. Inside
-    another one, `end` and `admit` return to what the outer one does. No effect on signals without a handler that is
-    written in Python, such as the one of SIGINT that raises KeyboardInterrupt.
+    second they are admitted, since the code in between may have caught the exception and gone on. Inside another one,
+    `end` and `admit` return to what the outer one does. No effect on signals without a handler that is written in
+    Python, such as the one of SIGINT that raises KeyboardInterrupt.
 
     A signal may come just before these handlers are set, or after they are removed, and its handler may raise there.
     What is left behind then has no effect: it passes signals on, and the next `DeferredSignals` takes its place.
@@ -84,10 +86,11 @@ class DeferredSignals:
     """
 
     def __init__(self) -> None:
-        self._waits, self._quiet_until = True, 0.0
+        self._root = self  # the outermost one, which knows what waits
+        self._waits, self._quiet_until, self._is_waking = True, 0.0, False
         self._come: dict[int, None] = {}  # the signals that wait, in their order
-        self._handlers: dict[int, _Handler] = {}  # of each signal, those from before
-        self._outer: DeferredSignals | None = None
+        self._handlers: dict[int, _Handler] = {}  # those from before, of each signal
+        self._waited = False  # where this one is inside another: what that one did
         if threading.current_thread() is not threading.main_thread():
             return
         self._block = sys._getframe(1)
@@ -103,12 +106,12 @@ class DeferredSignals:
             if isinstance(handler, DeferredSignals) and not handler._is_inside(self._block):
                 handler = handler._handlers[number]  # never another one that is left behind
             if isinstance(handler, DeferredSignals):
-                self._outer, self._outer_waits = handler, handler._waits
-                handler._waits = True
-                return
-            if callable(handler):
+                self._root = handler._root
+            elif callable(handler):
                 self._handlers[number] = handler
                 signal.signal(number, self)
+        if self._root is not self:
+            self._waited, self.waits = self.waits, True
 
     def __enter__(self) -> "DeferredSignals":
         """Let signals wait until the end of a `with` block."""
@@ -120,16 +123,21 @@ class DeferredSignals:
 
     def __call__(self, number: int, frame: FrameType | None) -> None:
         """Handle a signal."""
-        if not self._is_inside(frame):
+        if self._is_inside(frame):
+            self._root._handle(number, frame, self._handlers[number])
+        else:
             self._remove()
             self._handlers[number](number, frame)
-        elif self._waits or time.monotonic() < self._quiet_until:
+
+    def _handle(self, number: int, frame: FrameType | None, handler: _Handler) -> None:
+        if self._waits or time.monotonic() < self._quiet_until:
             self._come[number] = None
+            self._wake_later()
         else:
             self._quiet_until = time.monotonic() + _QUIET_SECONDS
-            self._come.pop(number, None)
-            self._handlers[number](number, frame)
+            handler(number, frame)
             self._quiet_until = 0.0  # it has raised nothing
+            self._raise()
 
     def _is_inside(self, frame: FrameType | None) -> bool:
         """Return whether `frame` runs in the block of this handler."""
@@ -140,39 +148,62 @@ class DeferredSignals:
     @property
     def waits(self) -> bool:
         """Whether the next signal waits."""
-        return (self._outer or self)._waits
+        return self._root._waits
 
     @waits.setter
     def waits(self, waits: bool) -> None:
-        (self._outer or self)._waits = waits
+        self._root._waits = waits
 
     def admit(self) -> None:
         """Let a signal stop the code that follows, also one that has come already."""
-        self.waits = self._outer is not None and self._outer_waits
-        (self._outer or self)._raise()
+        self.waits = self._waited
+        self._root._raise()
 
     def end(self) -> None:
         """Set the handlers from before, and call those of the signals that have waited. Set `waits` first.
 
         A handler that the call has set stays.
         """
-        if self._outer is not None:
-            self.admit()
-            return
         self._remove()
-        self._waits = False
-        self._raise()
+        self.admit()
 
     def _remove(self) -> None:
         for number, handler in self._handlers.items():
             installed: object = signal.getsignal(number)
             if installed is self:
                 signal.signal(number, handler)
+                if getattr(handler, "__module__", None) == "asyncio.unix_events":
+                    signal.siginterrupt(number, False)  # as its event loop has done, and `signal.signal` undoes
 
     def _raise(self) -> None:
         if not self._waits:
-            come, self._come = list(self._come), {}
-            _raise_each(come)
+            _raise_each([number for number in [*self._come] if self._takes(number)])
+
+    def _takes(self, number: int) -> bool:
+        """Return whether the caller is to raise a signal that waits: one thread of two, in one call without others."""
+        return self._come.pop(number, False) is None
+
+    def _wake_later(self) -> None:
+        """Raise what waits after the quiet time, unless `end` does before."""
+        if not self._waits and not self._is_waking:
+            self._is_waking = True
+            with suppress(RuntimeError):  # the system starts no more threads
+                _thread.start_new_thread(self._wake, ())  # `threading` takes locks, which the main thread may hold
+
+    def _wake(self) -> None:
+        time.sleep(max(self._quiet_until - time.monotonic(), 0.0))
+        self._is_waking = False
+        for number in [*self._come]:
+            if self._takes(number):
+                _send_to_main_thread(number)
+
+
+def _send_to_main_thread(number: int) -> None:
+    main = threading.main_thread().ident
+    if hasattr(signal, "pthread_kill") and main is not None:
+        signal.pthread_kill(main, number)  # which wakes it, for example in `time.sleep`
+    else:
+        signal.raise_signal(number)
 
 
 def _raise_each(numbers: list[int]) -> None:

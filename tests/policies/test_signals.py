@@ -1,9 +1,12 @@
 """Signals wait for the end of a call, and their handlers are those from before afterwards."""
 
+import asyncio
+import ctypes
 import os
 import signal
 import sys
 import threading
+import time
 from functools import partial
 
 import pytest
@@ -237,6 +240,67 @@ def test_a_signal_while_the_handlers_are_set_leaves_those_from_before(limited, m
             DeferredSignals()
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
     assert signal.getsignal(signal.SIGUSR1) is limited
+
+
+@needs_usr1
+def test_an_interrupt_while_a_handler_runs_that_raises_nothing_is_admitted():
+    before = signal.signal(signal.SIGUSR1, lambda *_: signal.raise_signal(signal.SIGINT))
+    try:
+        deferred = DeferredSignals()
+        deferred.admit()
+        with pytest.raises(KeyboardInterrupt):
+            signal.raise_signal(signal.SIGUSR1)
+        deferred.end()
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+
+
+@needs_usr1
+def test_an_interrupt_soon_after_one_that_was_caught_comes_a_second_later(limited):
+    deferred = DeferredSignals()
+    try:
+        deferred.admit()
+        with pytest.raises(TimeoutError):
+            signal.raise_signal(signal.SIGUSR1)
+        began = time.monotonic()
+        signal.raise_signal(signal.SIGINT)
+        with pytest.raises(KeyboardInterrupt):
+            time.sleep(60)
+        assert time.monotonic() - began < 10
+    finally:
+        deferred.waits = True
+        deferred.end()
+
+
+@needs_usr1
+def test_one_inside_removes_itself_from_a_handler_that_was_set_in_between(handled, limited):
+    outer = DeferredSignals()
+    outer.admit()
+    signal.signal(signal.SIGINT, own := handled.append)
+    inner = DeferredSignals()
+    inner.admit()
+    inner.end()
+    assert signal.getsignal(signal.SIGINT) == own
+    outer.end()
+    assert signal.getsignal(signal.SIGINT) == own
+    assert signal.getsignal(signal.SIGUSR1) is limited
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads sigaction as Linux has it")
+def test_a_handler_of_an_event_loop_still_restarts_system_calls():
+    def restarts():
+        action = ctypes.create_string_buffer(256)
+        ctypes.CDLL(None).sigaction(signal.SIGUSR1, None, action)
+        return bool(int.from_bytes(action.raw[136:140], "little") & 0x10000000)
+
+    async def defer():
+        asyncio.get_running_loop().add_signal_handler(signal.SIGUSR1, print)
+        before = restarts()
+        with DeferredSignals():
+            pass
+        return before, restarts()
+
+    assert asyncio.run(defer()) == (True, True)
 
 
 def raised_by(function):
