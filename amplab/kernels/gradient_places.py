@@ -15,6 +15,7 @@ from enum import Flag
 import torch
 from torch import Tensor
 
+from amplab.kernels.operators import define_operator
 from amplab.kernels.tensor_table import TensorTableHandle
 
 __all__ = ["GradientPlaces", "Whereabouts"]
@@ -31,7 +32,7 @@ _SCHEMAS = {
     "clip_gradients_": "(int places, Tensor(a!) flat, Tensor(b!) norm, float max_norm) -> int",
 }
 for _name, _schema in _SCHEMAS.items():
-    torch.library.define(f"amplab::{_name}", _schema)
+    define_operator(_name, _schema)
 _OPS = torch.ops.amplab
 
 

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from amplab.kernels.list_checks import Extent, check_apart, extent_of
+from amplab.kernels.operators import define_operator
 
 __all__ = ["StepLists", "StepOperator", "StepRule", "check_step", "register_step", "square_root", "step_reference"]
 
@@ -142,8 +143,5 @@ def register_step(name: str, schema: str, reference: Callable[..., None], fake: 
         reference: takes these arguments.
         fake: takes these arguments and checks them; nothing is returned, so a fake tensor needs nothing else.
     """
-    torch.library.define(f"amplab::{name}", schema)
-    torch.library.impl(f"amplab::{name}", "default", reference)
-    torch.library.register_fake(f"amplab::{name}", fake)
-    operator: StepOperator = getattr(torch.ops.amplab, name).default
+    operator: StepOperator = define_operator(name, schema, reference, fake)
     return operator

@@ -21,6 +21,7 @@ from torch.nn import functional as F
 
 from amplab.formats import ExponentHistogram
 from amplab.kernels import builder
+from amplab.kernels.operators import define_operator
 
 __all__ = ["StatsTable", "TensorStats", "tensor_stats", "tensor_stats_reference"]
 
@@ -225,7 +226,6 @@ def _fake(tensors: Sequence[Tensor], low: int, bins: int) -> Tensor:
     return _empty_table(tensors, bins)
 
 
-torch.library.define("amplab::tensor_stats", "(Tensor[] tensors, int low, int bins) -> Tensor")
-torch.library.impl("amplab::tensor_stats", "default", tensor_stats_reference)
-torch.library.register_fake("amplab::tensor_stats", _fake)
-_STATS = torch.ops.amplab.tensor_stats.default
+_STATS = define_operator(
+    "tensor_stats", "(Tensor[] tensors, int low, int bins) -> Tensor", tensor_stats_reference, _fake
+)

@@ -24,6 +24,7 @@ import torch
 from torch import Tensor
 
 from amplab.kernels import builder
+from amplab.kernels.operators import define_operator
 from amplab.kernels.unscale import unscale_
 
 __all__ = ["ParameterList", "TensorTable", "TensorTableHandle"]
@@ -41,7 +42,7 @@ _SCHEMAS = {
     "clip_table_": "(int table, Tensor(a!) norm, float max_norm) -> int",
 }
 for _name, _schema in _SCHEMAS.items():
-    torch.library.define(f"amplab::{_name}", _schema)
+    define_operator(_name, _schema)
 _OPS = torch.ops.amplab
 
 

@@ -27,6 +27,7 @@ from torch import Tensor
 
 from amplab.kernels import builder
 from amplab.kernels.list_checks import check_lists, check_measures, check_memory
+from amplab.kernels.operators import define_operator
 
 __all__ = [
     "multi_tensor_norm_reference",
@@ -321,10 +322,7 @@ def _check(
 
 def _register(name: str, schema: str, reference: Callable[..., None], fake: Callable[..., None]) -> _Operator:
     """Define an operator with the reference as the implementation that every device falls back to."""
-    torch.library.define(f"amplab::{name}", schema)
-    torch.library.impl(f"amplab::{name}", "default", reference)
-    torch.library.register_fake(f"amplab::{name}", fake)
-    operator: _Operator = getattr(torch.ops.amplab, name).default
+    operator: _Operator = define_operator(name, schema, reference, fake)
     return operator
 
 

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from amplab.kernels import builder
+from amplab.kernels.operators import define_operator
 
 __all__ = ["update_scale_", "update_scale__reference"]
 
@@ -188,7 +189,4 @@ def _fake(*arguments: Any) -> None:
     _check_arguments(*arguments[:4], *arguments[6:8])
 
 
-torch.library.define("amplab::update_scale_", _SCHEMA)
-torch.library.impl("amplab::update_scale_", "default", update_scale__reference)
-torch.library.register_fake("amplab::update_scale_", _fake)
-_UPDATE = torch.ops.amplab.update_scale_.default
+_UPDATE = define_operator("update_scale_", _SCHEMA, update_scale__reference, _fake)

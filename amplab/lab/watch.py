@@ -180,25 +180,36 @@ class Watch:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _trace: object) -> None:
         """Remove the hooks and close the log."""
-        raised = "" if kind is None else shorten(f"{kind.__name__}: {error}", 120, placeholder="…")
-        self._block = None
         try:
+            self._end(error)
+        except BaseException:  # of a signal that came before it let them wait
+            self._end(error)
+            raise
+
+    def _end(self, error: BaseException | None) -> None:
+        """End all, while signals wait, unless it waits for other ranks; a second call ends what the first has left."""
+        signals = DeferredSignals()
+        try:
+            self._block = None
+            raised = "" if error is None else shorten(f"{type(error).__name__}: {error}", 120, placeholder="…")
             self._look.batch_ends()
             if error is not None and is_interrupt(error):
                 end_blocks_of(error, self._handled)  # torch's, which put a mode of a look back when the error is freed
                 self._look.interrupted()
             self._stop_following()
+            self._rerun.end()
+            signals.admit()
             self._ranks.end(raised)
+            signals.waits = True
             if self._unrecorded:
                 self._record_rest()
             self._store.close(raised)
+            if self._check is not None:
+                self._check.end()
+            if self._scalars is not None:
+                self._scalars.close()
         finally:
-            self._stop_following()
-            self._rerun.end()
-        if self._check is not None:
-            self._check.end()
-        if self._scalars is not None:
-            self._scalars.close()
+            signals.end()
 
     def _is_over(self) -> bool:
         """Whether the block has ended without `__exit__`, because an interrupt came where that began.

@@ -10,7 +10,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from functools import partial
 from types import CodeType, FrameType
@@ -38,7 +38,7 @@ def is_interrupt(error: BaseException) -> bool:
     """
     if not isinstance(error, Exception):
         return True
-    codes = {code for number in _NUMBERS if (code := _code_of(signal.getsignal(number))) is not None}
+    codes = {code for number in _NUMBERS for code in _codes_of(number, signal.getsignal(number))}
     raised: BaseException | None = error
     while codes and raised is not None:
         if any(frame.f_code in codes for frame, _ in traceback.walk_tb(raised.__traceback__)):
@@ -47,14 +47,17 @@ def is_interrupt(error: BaseException) -> bool:
     return False
 
 
-def _code_of(handler: Any) -> CodeType | None:
-    """Return the code of a handler that is written in Python."""
+def _codes_of(number: int, handler: Any) -> Iterator[CodeType]:
+    """Yield the code of a signal's handler that is written in Python, and of the one whose place it takes."""
     while isinstance(handler, partial):
         handler = handler.func
+    if isinstance(handler, DeferredSignals):
+        yield from _codes_of(number, handler._handlers[number])
     if callable(handler) and not hasattr(handler, "__code__"):
         handler = handler.__call__
     code = getattr(handler, "__code__", None)
-    return code if isinstance(code, CodeType) else None
+    if isinstance(code, CodeType):
+        yield code
 
 
 _Handler = Callable[[int, FrameType | None], object]

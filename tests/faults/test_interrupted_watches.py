@@ -340,3 +340,45 @@ def test_a_watch_whose_generator_another_thread_closes_leaves_no_mode(has_batche
         step(another)
     assert left_by(model, optimizer) == []
     assert (len(another.history), another.failures) == (1, ())
+
+
+@pytest.fixture
+def limited():
+    def limit(*_):
+        raise TimeoutError
+
+    before = signal.signal(signal.SIGUSR1, limit)
+    yield
+    signal.signal(signal.SIGUSR1, before)
+
+
+@pytest.mark.skipif(os.name != "posix", reason="sends SIGUSR1")
+@pytest.mark.parametrize("name", ["DeferredSignals", "shorten", "is_interrupt", "end_blocks_of"])
+def test_a_second_signal_where_a_watch_ends_stops_nothing_of_its_end(name, limited, tmp_path, monkeypatch):
+    module = sys.modules["amplab.lab.watch"]
+    function, to_come = getattr(module, name), []
+
+    def interrupted_call(*given, **options):
+        if to_come:
+            to_come.pop()
+            signal.raise_signal(signal.SIGUSR1)
+        return function(*given, **options)
+
+    monkeypatch.setattr(module, name, interrupted_call)
+    model, x = nn.Linear(2, 1), torch.ones(4, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def train():
+        with amplab.watch(model, optimizer, log=tmp_path / "run.jsonl") as w:
+            for _ in w.batches([x] * 3):
+                optimizer.zero_grad()
+                w.loss(model(x).square().mean()).backward()
+                optimizer.step()
+                to_come.append(True)
+                signal.raise_signal(signal.SIGUSR1)
+
+    with pytest.raises(TimeoutError):
+        train()
+    assert not to_come
+    assert left_by(model, optimizer) == []
+    assert len(load_run(tmp_path / "run.jsonl").history) == 1

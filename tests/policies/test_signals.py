@@ -328,5 +328,8 @@ def test_an_exception_of_a_handler_is_an_interrupt_and_the_same_of_a_step_is_non
     assert is_interrupt(raised_by(partial(sys.exit, 1)))
     assert not is_interrupt(raised_by(fails))
     assert not is_interrupt(raised_by(partial(wraps, fails)))
+    earlier = raised_by(send)
+    with DeferredSignals():
+        assert is_interrupt(earlier)
     signal.signal(signal.SIGUSR1, partial(limited, 1))
     assert is_interrupt(raised_by(send))

@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from amplab.formats import FORMATS, FloatFormat
+from amplab.kernels.operators import define_operator
 
 __all__ = ["round_operand", "round_result", "rounded_operands", "rounded_results"]
 
@@ -34,9 +35,7 @@ def _round_batch(_info: Any, in_dims: tuple[int, None], tensor: Tensor, format_n
 
 
 # A custom op, so that a trace shows one op instead of the arithmetic of the rounding.
-torch.library.define("amplab::round_to_format", "(Tensor tensor, str format_name) -> Tensor")
-torch.library.impl("amplab::round_to_format", "default", _round_to_format)
-torch.library.register_vmap("amplab::round_to_format", _round_batch)
+define_operator("round_to_format", "(Tensor tensor, str format_name) -> Tensor", _round_to_format, vmap=_round_batch)
 
 
 class _Rounding(torch.autograd.Function):
