@@ -4,6 +4,7 @@
 from the errors of the code that they stop. Python runs handlers of signals in the main thread only.
 """
 
+import _signal  # type: ignore[import-not-found]  # typeshed has none
 import _thread
 import signal
 import sys
@@ -20,9 +21,9 @@ __all__ = ["DeferredSignals", "is_interrupt"]
 
 _QUIET_SECONDS = 1.0  # after a signal that is admitted: what it stops removes what it has begun
 
-_NAMES = ("INT", "TERM", "HUP", "QUIT", "ALRM", "VTALRM", "PROF", "XCPU", "CHLD", "USR1", "USR2")
-_NUMBERS = [int(getattr(signal, f"SIG{name}")) for name in _NAMES if hasattr(signal, f"SIG{name}")]
-"""The signals whose handlers may raise: an interrupt, a time limit, the end of a job or of a DataLoader's worker."""
+_NUMBERS = sorted(map(int, signal.valid_signals()))
+_get_handler, _set_handler = _signal.getsignal, _signal.signal
+"""Those of `signal` look up an enum, which takes microseconds for each of 60 signals."""
 
 
 def is_interrupt(error: BaseException) -> bool:
@@ -38,9 +39,10 @@ def is_interrupt(error: BaseException) -> bool:
     """
     if not isinstance(error, Exception):
         return True
-    codes = {code for number in _NUMBERS for code in _codes_of(number, signal.getsignal(number))}
+    codes = {DeferredSignals.__call__.__code__}  # also of a handler that has replaced itself
+    codes |= {code for number in _NUMBERS for code in _codes_of(number, _get_handler(number))}
     raised: BaseException | None = error
-    while codes and raised is not None:
+    while raised is not None:
         if any(frame.f_code in codes for frame, _ in traceback.walk_tb(raised.__traceback__)):
             return True
         raised = raised.__cause__
@@ -48,11 +50,11 @@ def is_interrupt(error: BaseException) -> bool:
 
 
 def _codes_of(number: int, handler: Any) -> Iterator[CodeType]:
-    """Yield the code of a signal's handler that is written in Python, and of the one whose place it takes."""
+    """Yield the code of a signal's handler that is written in Python."""
     while isinstance(handler, partial):
         handler = handler.func
     if isinstance(handler, DeferredSignals):
-        yield from _codes_of(number, handler._handlers[number])
+        handler = handler._before(number)
     if callable(handler) and not hasattr(handler, "__code__"):
         handler = handler.__call__
     code = getattr(handler, "__code__", None)
@@ -96,7 +98,7 @@ class DeferredSignals:
         self._waited = False  # where this one is inside another: what that one did
         if threading.current_thread() is not threading.main_thread():
             return
-        self._block = sys._getframe(1)
+        self._block: FrameType | None = sys._getframe(1)
         try:
             self._install()
         except BaseException:
@@ -105,14 +107,14 @@ class DeferredSignals:
 
     def _install(self) -> None:
         for number in _NUMBERS:
-            handler: Any = signal.getsignal(number)
+            handler: Any = _get_handler(number)
             if isinstance(handler, DeferredSignals) and not handler._is_inside(self._block):
-                handler = handler._handlers[number]  # never another one that is left behind
+                handler = handler._before(number)  # never another one that is left behind
             if isinstance(handler, DeferredSignals):
                 self._root = handler._root
             elif callable(handler):
                 self._handlers[number] = handler
-                signal.signal(number, self)
+                _set_handler(number, self)
         if self._root is not self:
             self._waited, self.waits = self.waits, True
 
@@ -127,10 +129,14 @@ class DeferredSignals:
     def __call__(self, number: int, frame: FrameType | None) -> None:
         """Handle a signal."""
         if self._is_inside(frame):
-            self._root._handle(number, frame, self._handlers[number])
+            self._root._handle(number, frame, self._before(number))
         else:
             self._remove()
-            self._handlers[number](number, frame)
+            self._before(number)(number, frame)
+
+    def _before(self, number: int) -> _Handler:
+        """Return the handler from before; of a signal that has got this one as a copy of another's, the other's."""
+        return self._handlers.get(number) or next(iter(self._handlers.values()))
 
     def _handle(self, number: int, frame: FrameType | None, handler: _Handler) -> None:
         if self._waits or time.monotonic() < self._quiet_until:
@@ -168,13 +174,14 @@ class DeferredSignals:
         A handler that the call has set stays.
         """
         self._remove()
+        self._block = None
         self.admit()
 
     def _remove(self) -> None:
         for number, handler in self._handlers.items():
-            installed: object = signal.getsignal(number)
+            installed: object = _get_handler(number)
             if installed is self:
-                signal.signal(number, handler)
+                _set_handler(number, handler)
                 if getattr(handler, "__module__", None) == "asyncio.unix_events":
                     signal.siginterrupt(number, False)  # as its event loop has done, and `signal.signal` undoes
 

@@ -11,6 +11,7 @@ from functools import partial
 
 import pytest
 
+from amplab.policies import signals
 from amplab.policies.signals import DeferredSignals, is_interrupt
 
 needs_usr1 = pytest.mark.skipif(os.name != "posix", reason="sends SIGUSR1")
@@ -227,7 +228,7 @@ def test_of_two_signals_that_wait_none_is_lost(limited):
 
 @needs_usr1
 def test_a_signal_while_the_handlers_are_set_leaves_those_from_before(limited, monkeypatch):
-    set_handler = signal.signal
+    set_handler = signals._set_handler
 
     def interrupted_signal(number, handler):
         if number == signal.SIGUSR1 and isinstance(handler, DeferredSignals):
@@ -235,7 +236,7 @@ def test_a_signal_while_the_handlers_are_set_leaves_those_from_before(limited, m
         return set_handler(number, handler)
 
     with monkeypatch.context() as patch:
-        patch.setattr(signal, "signal", interrupted_signal)
+        patch.setattr(signals, "_set_handler", interrupted_signal)
         with pytest.raises(TimeoutError):
             DeferredSignals()
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
@@ -301,6 +302,42 @@ def test_a_handler_of_an_event_loop_still_restarts_system_calls():
         return before, restarts()
 
     assert asyncio.run(defer()) == (True, True)
+
+
+@needs_usr1
+def test_a_handler_that_a_call_has_copied_to_another_signal_still_works():
+    """SIGUSR1 acts as Ctrl-C."""
+    with DeferredSignals():
+        signal.signal(signal.SIGUSR1, signal.getsignal(signal.SIGINT))
+    try:
+        with DeferredSignals():
+            pass
+        with pytest.raises(KeyboardInterrupt):
+            signal.raise_signal(signal.SIGUSR1)
+        deferred = DeferredSignals()
+        signal.raise_signal(signal.SIGUSR1)
+        with pytest.raises(KeyboardInterrupt):
+            deferred.end()
+    finally:
+        signal.signal(signal.SIGUSR1, signal.SIG_DFL)
+
+
+@pytest.mark.skipif(not hasattr(signal, "SIGRTMIN"), reason="has no real-time signals")
+def test_every_signal_with_a_handler_waits():
+    def limit(*_):
+        signal.signal(signal.SIGRTMIN, signal.SIG_DFL)
+        raise TimeoutError
+
+    before = signal.signal(signal.SIGRTMIN, limit)
+    try:
+        deferred = DeferredSignals()
+        signal.raise_signal(signal.SIGRTMIN)
+        with pytest.raises(TimeoutError) as raised:
+            deferred.admit()
+        assert is_interrupt(raised.value)
+        deferred.end()
+    finally:
+        signal.signal(signal.SIGRTMIN, before or signal.SIG_DFL)
 
 
 def raised_by(function):
