@@ -23,9 +23,10 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from os import PathLike
 from textwrap import shorten
-from types import FrameType, ModuleType
+from types import ModuleType
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -57,7 +58,7 @@ from amplab.lab.step_look import StepLook
 from amplab.lab.step_rerun import CannotRunAgain, NeedsOtherRanks, StepRerun
 from amplab.lab.tensorboard_scalars import TensorBoardScalars
 from amplab.lab.watched_run import NO_LEVEL, WatchedRun
-from amplab.policies.casting.thread_scopes import THREAD, block_at
+from amplab.policies.casting.thread_scopes import THREAD
 from amplab.policies.nested_tensors import samples_in
 from amplab.policies.signals import DeferredSignals, is_interrupt
 from amplab.scalers.unscaler import local_shard
@@ -81,6 +82,27 @@ T = TypeVar("T")
 _LARGEST_EVERY = 16  # steps; near enough for a replay to know the steps between, and under 1 % of a small step
 _SETTLED = 5  # skips in a row: fewer may be a scale that settles, so the fifth is a kind of its own
 _SKIPS_BEFORE_CHECK = 5  # skips in a row after which `StepCheck` looks at the next step, if steps cannot run again
+
+
+class _Exit(partial[None]):
+    """`Watch._leave`, as a `with` statement holds it until its end.
+
+    An interrupt may come where that call begins, and nothing of it runs. Then the statement drops this object.
+    """
+
+    def __del__(self) -> None:
+        """End what is open."""
+        watch: Watch = self.func.__self__  # type: ignore[attr-defined]  # of a bound method
+        if watch._is_open:
+            watch._leave()
+
+
+class _ExitOfBlock:
+    """``__exit__`` of a class that has `_leave`."""
+
+    def __get__(self, watch: Watch | None, owner: type[Watch]) -> Callable[..., None]:
+        """Return a new one for a `with` statement; the plain function for `contextlib.ExitStack`."""
+        return owner._leave if watch is None else _Exit(watch._leave)
 
 
 class Watch:
@@ -144,7 +166,7 @@ class Watch:
         self._taken: ScaledStep | ScaleRecord | None = None  # the last outcome that was added to them
         self._skips_in_a_row = self._bad_in_a_row = 0
         self._began = 0  # ns
-        self._block: _Block | None = None
+        self._is_open = False
         self._handled: BaseException | None = None
 
     # -- in the loop -------------------------------------------------------------------------------
@@ -154,7 +176,7 @@ class Watch:
         if self._ends:
             raise RuntimeError("this watch is in use: expected a new amplab.watch(...) for each `with` block.")
         THREAD.own.drop_ended()  # what another thread has ended
-        self._began, self._block, self._handled = time.perf_counter_ns(), _Block(sys._getframe(1)), sys.exception()
+        self._began, self._is_open, self._handled = time.perf_counter_ns(), True, sys.exception()
         try:
             self._ends.append(self._hooks.end)
             self._rerun.begin()
@@ -169,6 +191,7 @@ class Watch:
         except BaseException:  # an interrupt: the block does not begin, so `__exit__` is not called
             self._stop_following()
             self._rerun.end()
+            self._is_open = False
             raise
 
     def _stop_following(self) -> None:
@@ -178,7 +201,7 @@ class Watch:
             self._ends.pop()
         self._look.end()
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _trace: object) -> None:
+    def _leave(self, _kind: object = None, error: BaseException | None = None, _trace: object = None) -> None:
         """Remove the hooks and close the log."""
         try:
             self._end(error)
@@ -186,11 +209,13 @@ class Watch:
             self._end(error)
             raise
 
+    __exit__ = _ExitOfBlock()
+
     def _end(self, error: BaseException | None) -> None:
         """End all, while signals wait, unless it waits for other ranks; a second call ends what the first has left."""
         signals = DeferredSignals()
         try:
-            self._block = None
+            self._is_open = False
             raised = "" if error is None else shorten(f"{type(error).__name__}: {error}", 120, placeholder="…")
             self._look.batch_ends()
             if error is not None and is_interrupt(error):
@@ -210,16 +235,6 @@ class Watch:
                 self._scalars.close()
         finally:
             signals.end()
-
-    def _is_over(self) -> bool:
-        """Whether the block has ended without `__exit__`, because an interrupt came where that began.
-
-        Then the next forward ends the watch. A hook of an optimizer cannot: torch iterates over their dict meanwhile.
-        """
-        if self._block is None or not self._block.has_ended():
-            return False
-        self._hooks.need("forward")
-        return True
 
     def batches(self, loader: Iterable[T]) -> Iterator[T]:
         """Yield the batches of a loader; keep those of a step until it is over, to run it again if it is skipped.
@@ -346,9 +361,7 @@ class Watch:
     # -- what the hooks see ------------------------------------------------------------------------
 
     def _see_forward(self, module: nn.Module, _args: object) -> None:
-        if self._is_over():
-            self.__exit__(None, None, None)
-        elif module.training and torch.is_grad_enabled() and not self._rerun.at_work:
+        if module.training and torch.is_grad_enabled() and not self._rerun.at_work:
             self._at_forward()
 
     def _at_forward(self) -> None:
@@ -372,8 +385,6 @@ class Watch:
 
     def _see_gradients(self, *_: object) -> None:
         """Called before the optimizer's step, when the gradients exist."""
-        if self._is_over():
-            return
         if self._unrecorded:
             self._record_rest()
         self._measured = self._steps
@@ -417,8 +428,6 @@ class Watch:
             done = _Outcome(outcome, self._loss)
             # One line without a call: CPython lets no interrupt in between.
             self._unrecorded, self._taken = (*self._unrecorded, done), outcome
-        if self._is_over():
-            self._unrecorded = self._unrecorded[:-1]
         if not self._unrecorded:
             return
         row = self._record_rest()
@@ -591,17 +600,6 @@ class _Outcome:
     def __init__(self, outcome: ScaledStep | ScaleRecord, loss: float | Tensor | None) -> None:
         self.outcome, self.loss = outcome, loss
         self.step: int | None = None
-
-
-class _Block:
-    """The `with` block that `frame` has begun."""
-
-    def __init__(self, frame: FrameType) -> None:
-        self._frame, self._places = frame, block_at(frame.f_code, frame.f_lasti)
-
-    def has_ended(self) -> bool:
-        """Whether the frame is outside of the block; False for a block that another function has entered."""
-        return bool(self._places) and self._frame.f_lasti not in self._places
 
 
 class _Hook(NamedTuple):

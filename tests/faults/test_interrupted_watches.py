@@ -7,6 +7,7 @@ import os
 import signal
 import sys
 import threading
+import time
 from contextlib import nullcontext
 
 import pytest
@@ -196,29 +197,48 @@ def test_nothing_of_a_look_stays_on_and_no_look_fails(face, every):
         assert not any("failed" in each for each in watches[0].failures), interrupt
 
 
-def test_a_watch_whose_exit_has_not_begun_ends_with_the_next_steps():
+def test_an_interrupt_where_the_end_of_a_block_begins_stops_nothing_of_it():
+    """Nothing of `__exit__` runs then."""
     model = nn.Linear(2, 1)
-    optimizer, others = torch.optim.SGD(model.parameters(), lr=0.1), []
-
-    def step():
-        model(torch.ones(3, 2)).sum().backward()
-        optimizer.step()
+    optimizer, watches = torch.optim.SGD(model.parameters(), lr=0.1), []
 
     def watched():
-        nonlocal w
         with amplab.watch(model, optimizer) as w:
-            step()
+            watches.append(w)
+            for _ in w.batches([1]):
+                model(torch.ones(3, 2)).sum().backward()
+                optimizer.step()
 
-    w = None
-    assert interrupted(watched, 1, folders=[f"{PACKAGE}/lab/watch.py"], functions=["__exit__"]).escaped
-    assert left_by(model, optimizer) != []
-    other = optimizer.register_step_post_hook(lambda *_: others.append(1))
-    for _ in range(3):
-        step()
-    other.remove()
+    interrupt = interrupted(watched, 1, folders=[f"{PACKAGE}/lab/watch.py"], functions=["_leave"])
+    assert interrupt.escaped
     assert left_by(model, optimizer) == []
-    assert len(others) == 3
+    (w,) = watches
     assert [record.step for record in w.history.records()] == [0]
+
+
+@pytest.mark.skipif(os.name != "posix", reason="sends SIGINT")
+def test_ctrl_c_in_the_last_operator_of_a_block_leaves_nothing_on():
+    """CPython handles it where `__exit__` begins, since an operator is no call."""
+    model, big = nn.Linear(2, 1), torch.ones(1200, 1200)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    threading.Timer(0.1, os.kill, [os.getpid(), signal.SIGINT]).start()
+    with pytest.raises(KeyboardInterrupt):  # noqa: PT012
+        with amplab.watch(model, optimizer):
+            model(torch.ones(3, 2)).sum().backward()
+            optimizer.step()
+            _ = big @ big @ big @ big @ big @ big @ big @ big @ big @ big @ big @ big @ big @ big @ big @ big
+        time.sleep(10)
+    assert left_by(model, optimizer) == []
+
+
+def test_a_watch_in_an_exit_stack_ends_with_it():
+    model = nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(amplab.watch(model, optimizer))
+        model(torch.ones(3, 2)).sum().backward()
+        optimizer.step()
+    assert left_by(model, optimizer) == []
 
 
 @pytest.mark.parametrize("face", ["amplab", "torch"])
