@@ -221,13 +221,17 @@ def test_ctrl_c_in_the_last_operator_of_a_block_leaves_nothing_on():
     """CPython handles it where `__exit__` begins, since an operator is no call."""
     model, big = nn.Linear(2, 1), torch.ones(1200, 1200)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    threading.Timer(0.1, os.kill, [os.getpid(), signal.SIGINT]).start()
-    with pytest.raises(KeyboardInterrupt):  # noqa: PT012
+
+    def watched():
         with amplab.watch(model, optimizer):
             model(torch.ones(3, 2)).sum().backward()
             optimizer.step()
             _ = big @ big @ big @ big @ big @ big @ big @ big @ big @ big @ big @ big @ big @ big @ big @ big
         time.sleep(10)
+
+    threading.Timer(0.1, os.kill, [os.getpid(), signal.SIGINT]).start()
+    with pytest.raises(KeyboardInterrupt):
+        watched()
     assert left_by(model, optimizer) == []
 
 

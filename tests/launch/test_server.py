@@ -28,6 +28,7 @@ from amplab.lessons.progress import PROGRESS
 
 ROOT = Path(__file__).resolve().parents[2]
 SERVER = re.escape("http://127.0.0.1")
+LOOPBACK = SERVER[:-1] + r"\d"
 
 
 @pytest.fixture
@@ -191,7 +192,7 @@ def running_lab(tmp_path: Path, cwd: Path, *command: str) -> Iterator[str]:
         printed = []
         for line in server.stdout:
             printed.append(line)
-            if found := re.search(r"http://127\.0\.0\.\d\S+", line):
+            if found := re.search(LOOPBACK + r"\S+", line):
                 yield found[0]
                 break
         else:
@@ -233,7 +234,7 @@ def test_arguments_of_jupyterlab_replace_those_of_the_lab(tmp_path: Path) -> Non
     (here / "mine.txt").touch()
     words = ["--ip", "127.0.0.2", "--port=0", f"--notebook-dir={here}", "--log-level=ERROR"]
     with running_lab(tmp_path, ROOT, "-m", "amplab", "lab", "--no-browser", "--", *words) as address:
-        server, token = re.fullmatch(r"(http://127\.0\.0\.2:\d+)/.*\?token=(\w+)", address).groups()
+        server, token = re.fullmatch(rf"({LOOPBACK}:\d+)/.*\?token=(\w+)", address).groups()
         served = json.loads(fetch(f"{server}/api/contents?token={token}"))["content"]
         assert addresses_that_listen(int(server.rpartition(":")[2])) == {"127.0.0.2"}
     assert [entry["name"] for entry in served] == ["mine.txt"]
