@@ -101,8 +101,10 @@ class _ExitOfBlock:
     """``__exit__`` of a class that has `_leave`."""
 
     def __get__(self, watch: Watch | None, owner: type[Watch]) -> Callable[..., None]:
-        """Return a new one for a `with` statement; the plain function for `contextlib.ExitStack`."""
-        return owner._leave if watch is None else _Exit(watch._leave)
+        """Return a new one for a `with` statement, which asks before the block begins; else the plain function."""
+        if watch is None:  # `contextlib.ExitStack` asks the class
+            return owner._leave
+        return watch._leave if watch._is_open else _Exit(watch._leave)
 
 
 class Watch:

@@ -41,12 +41,12 @@ def is_interrupt(error: BaseException) -> bool:
         return True
     codes = {DeferredSignals.__call__.__code__}  # also of a handler that has replaced itself
     codes |= {code for number in _NUMBERS for code in _codes_of(number, _get_handler(number))}
+    chain: list[BaseException] = []
     raised: BaseException | None = error
-    while raised is not None:
-        if any(frame.f_code in codes for frame, _ in traceback.walk_tb(raised.__traceback__)):
-            return True
+    while raised is not None and all(raised is not each for each in chain):  # `raise e from e` makes a ring
+        chain.append(raised)
         raised = raised.__cause__
-    return False
+    return any(frame.f_code in codes for each in chain for frame, _ in traceback.walk_tb(each.__traceback__))
 
 
 def _codes_of(number: int, handler: Any) -> Iterator[CodeType]:

@@ -235,6 +235,20 @@ def test_ctrl_c_in_the_last_operator_of_a_block_leaves_nothing_on():
     assert left_by(model, optimizer) == []
 
 
+def test_a_watch_goes_on_while_a_debugger_looks_at_it():
+    model = nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    w = amplab.watch(model, optimizer)
+    inspect.getmembers(w)
+    with w:
+        for _ in range(2):
+            inspect.getmembers(w)
+            model(torch.ones(3, 2)).sum().backward()
+            optimizer.step()
+    assert len(w.history) == 2
+    assert left_by(model, optimizer) == []
+
+
 def test_a_watch_in_an_exit_stack_ends_with_it():
     model = nn.Linear(2, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)

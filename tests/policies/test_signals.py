@@ -350,6 +350,11 @@ def fails():
     raise TimeoutError
 
 
+def raises_itself():
+    error = TimeoutError()
+    raise error from error
+
+
 def wraps(function):
     try:
         function()
@@ -365,6 +370,7 @@ def test_an_exception_of_a_handler_is_an_interrupt_and_the_same_of_a_step_is_non
     assert is_interrupt(raised_by(partial(sys.exit, 1)))
     assert not is_interrupt(raised_by(fails))
     assert not is_interrupt(raised_by(partial(wraps, fails)))
+    assert not is_interrupt(raised_by(raises_itself))
     earlier = raised_by(send)
     with DeferredSignals():
         assert is_interrupt(earlier)
