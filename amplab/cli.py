@@ -64,6 +64,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     Args:
         arguments: the words after ``amplab``; None takes those of the process.
     """
+    for name in ("stdout", "stderr"):
+        if getattr(sys, name) is None:  # a shell has closed it (>&-)
+            setattr(sys, name, open(os.devnull, "w", encoding="utf-8"))  # noqa: SIM115  for the process
     with _ended_by_ctrl_c(is_own := arguments is None):  # imports of torch take seconds
         options, unknown = build_parser().parse_known_args(arguments)
     if unknown:

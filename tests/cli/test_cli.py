@@ -1,6 +1,8 @@
 """The command line: what it accepts, what it refuses and in how many words, and what it does not load."""
 
+import os
 import re
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -242,3 +244,12 @@ def test_options_of_a_launch_that_do_not_fit_are_refused(capsys, monkeypatch, wo
         monkeypatch.setenv(name, value)
     assert main(["train", *words]) == 2
     assert said in capsys.readouterr().err
+
+
+@pytest.mark.skipif(os.name != "posix", reason="a shell closes the streams")
+def test_a_run_goes_on_where_the_shell_has_closed_its_streams(tmp_path):
+    words = f"-m amplab train --steps 3 --hidden=4 --log {shlex.quote(str(tmp_path))}"
+    run = subprocess.run(f"{shlex.quote(sys.executable)} {words} >&- 2>&-", shell=True, check=False, timeout=120)
+    assert run.returncode == 0
+    (log,) = tmp_path.glob("*.jsonl")
+    assert len(load_run(log).history) == 3
