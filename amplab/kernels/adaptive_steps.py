@@ -22,7 +22,8 @@ import torch
 from torch import Tensor
 
 from amplab.kernels import builder
-from amplab.kernels.step_reference import StepLists, check_step, register_step, square_root, step_reference
+from amplab.kernels.operators import define_operator
+from amplab.kernels.step_reference import StepLists, check_step, square_root, step_reference
 
 __all__ = [
     "adadelta_",
@@ -270,7 +271,7 @@ def _rmsprop_rule(
 def _register(name: str, states: Sequence[str], numbers: str, reference: Any) -> Any:
     lists = "".join(f"Tensor({chr(ord('b') + k)}!)[] {state}, " for k, state in enumerate(states))
     schema = f"(Tensor(a!)[] params, Tensor[] grads, {lists}{_REST}{numbers}) -> ()"
-    return register_step(name, schema, reference, lambda *arguments: check_step(_lists(len(states), arguments)))
+    return define_operator(name, schema, reference, lambda *arguments: check_step(_lists(len(states), arguments)))
 
 
 _ADAGRAD_OP = _register(

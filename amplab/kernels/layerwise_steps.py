@@ -20,7 +20,8 @@ import torch
 from torch import Tensor
 
 from amplab.kernels import builder
-from amplab.kernels.step_reference import StepLists, check_step, register_step, square_root, step_reference
+from amplab.kernels.operators import define_operator
+from amplab.kernels.step_reference import StepLists, StepOperator, check_step, square_root, step_reference
 
 __all__ = [
     "lamb_",
@@ -286,7 +287,9 @@ def _novograd_rule(
     return param - update * moments.lr, [exp_avg]
 
 
-_LAMB_OP = register_step(
+_LAMB_OP: StepOperator = define_operator(
     "multi_tensor_lamb_", _LAMB, multi_tensor_lamb__reference, lambda *arguments: check_step(_lamb_lists(*arguments))
 )
-_NOVOGRAD_OP = register_step("multi_tensor_novograd_", _NOVOGRAD, multi_tensor_novograd__reference, _check_novograd)
+_NOVOGRAD_OP: StepOperator = define_operator(
+    "multi_tensor_novograd_", _NOVOGRAD, multi_tensor_novograd__reference, _check_novograd
+)

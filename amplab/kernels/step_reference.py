@@ -16,9 +16,8 @@ import torch
 from torch import Tensor
 
 from amplab.kernels.list_checks import Extent, check_apart, extent_of
-from amplab.kernels.operators import define_operator
 
-__all__ = ["StepLists", "StepOperator", "StepRule", "check_step", "register_step", "square_root", "step_reference"]
+__all__ = ["StepLists", "StepOperator", "StepRule", "check_step", "square_root", "step_reference"]
 
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
@@ -132,16 +131,3 @@ def _check_tensor(side: str, index: int, tensor: Tensor, params: Sequence[Tensor
         raise RuntimeError(
             f"{side} {index} is expanded: several of its elements share one place in memory; pass a clone."
         )
-
-
-def register_step(name: str, schema: str, reference: Callable[..., None], fake: Callable[..., None]) -> StepOperator:
-    """Define ``amplab::name`` with the reference as the implementation that every device falls back to.
-
-    Args:
-        name: the name of the operator.
-        schema: its arguments, in the order in which ``step_lists.h`` reads them.
-        reference: takes these arguments.
-        fake: takes these arguments and checks them; nothing is returned, so a fake tensor needs nothing else.
-    """
-    operator: StepOperator = define_operator(name, schema, reference, fake)
-    return operator

@@ -320,21 +320,19 @@ def _check(
     check_measures(len(inputs), found_inf, norm, norms, first_bad)
 
 
-def _register(name: str, schema: str, reference: Callable[..., None], fake: Callable[..., None]) -> _Operator:
-    """Define an operator with the reference as the implementation that every device falls back to."""
-    operator: _Operator = define_operator(name, schema, reference, fake)
-    return operator
-
-
-_UNSCALE = _register(
+_UNSCALE: _Operator = define_operator(
     "multi_tensor_unscale_",
     _IN_PLACE,
     multi_tensor_unscale__reference,
     lambda tensors, *scalars, **receivers: _check(tensors, tensors, *scalars, **receivers),
 )
-_UNSCALE_COPY = _register("multi_tensor_unscale_copy", _INTO_OUTPUTS, multi_tensor_unscale_copy_reference, _check)
-_UNSCALE_ADD = _register("multi_tensor_unscale_add", _INTO_OUTPUTS, multi_tensor_unscale_add_reference, _check)
-_NORM = _register(
+_UNSCALE_COPY: _Operator = define_operator(
+    "multi_tensor_unscale_copy", _INTO_OUTPUTS, multi_tensor_unscale_copy_reference, _check
+)
+_UNSCALE_ADD: _Operator = define_operator(
+    "multi_tensor_unscale_add", _INTO_OUTPUTS, multi_tensor_unscale_add_reference, _check
+)
+_NORM: _Operator = define_operator(
     "multi_tensor_norm",
     _READ_ONLY,
     multi_tensor_norm_reference,
