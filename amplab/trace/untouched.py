@@ -1,8 +1,9 @@
 """`untouched`: run a step on a model and restore everything that its forward and backward change.
 
-Restored: parameters, buffers (values, also those that forward adds or rebinds), `.grad` of every leaf, `requires_grad`,
-training flags, the random states of torch, its devices, Python and NumPy, and the optimizers that step in the block. Of
-the plain Python attributes of modules: their bindings, and the states of random generators among them.
+Restored: parameters, buffers and child modules (also those that forward adds, rebinds or removes), the values of
+parameters and buffers, `.grad` of every leaf, `requires_grad`, training flags, the random states of torch, its devices,
+Python and NumPy, and the optimizers that step in the block. Of the plain Python attributes of modules: their bindings,
+and the states of random generators among them.
 
 Not restored: objects in plain attributes that forward changes in place (a list that grows, the elements of a tensor
 that is not a buffer), anything outside the modules, and a loss scale. Attributes of torch's own modules are not
@@ -23,6 +24,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import _global_optimizer_pre_hooks, register_optimizer_step_pre_hook
 from torch.utils._python_dispatch import _disable_current_modes
 
+from amplab.amp.run_state.models_of_tools import MODELS_OF_TOOLS
 from amplab.parallel.ranks import on_this_rank_alone
 from amplab.trace.as_found import Undo
 from amplab.trace.random_states import random_states_kept, restorers
@@ -106,6 +108,9 @@ def untouched(model: nn.Module) -> Iterator[ParkedGradients]:
     with Undo() as undo:
         undo.add(partial(setattr, _THREAD, "undoes", _THREAD.undoes))
         _THREAD.undoes = True
+        this = object()
+        undo.add(partial(MODELS_OF_TOOLS.pop, this, None))
+        MODELS_OF_TOOLS[this] = model
         with _unseen_by_engines():
             undo.add(gradients.restore)
             states = [_ModuleState.of(module) for module in model.modules()]
@@ -157,12 +162,13 @@ class _TensorCopy(NamedTuple):
 
 
 class _ModuleState(NamedTuple):
-    """What one module itself owns: parameters, buffers, training flag and attributes."""
+    """What one module itself owns: parameters, buffers, child modules, training flag and attributes."""
 
     module: nn.Module
     training: bool
     parameters: dict[str, Tensor | None]
     buffers: dict[str, Tensor | None]
+    children: dict[str, nn.Module | None]
     copies: tuple[_TensorCopy, ...]
     attributes: dict[str, Any] | None
     generators: tuple[Callable[[], object], ...]
@@ -170,23 +176,22 @@ class _ModuleState(NamedTuple):
     @classmethod
     def of(cls, module: nn.Module) -> "_ModuleState":
         parameters: dict[str, Tensor | None] = {**module._parameters}
-        buffers = dict(module._buffers)
+        buffers, children = dict(module._buffers), dict(module._modules)
         tensors = [tensor for tensor in (*parameters.values(), *buffers.values()) if tensor is not None]
         copies = tuple(_TensorCopy.of(tensor) for tensor in tensors)
         attributes = None if type(module).__module__.startswith("torch.") else dict(vars(module))
         generators = restorers((attributes or {}).values())
-        return cls(module, module.training, parameters, buffers, copies, attributes, generators)
+        return cls(module, module.training, parameters, buffers, children, copies, attributes, generators)
 
     def restore(self) -> None:
         self.module.training = self.training
         if self.attributes is not None:
-            for name in self.attributes.keys() & self.module._modules.keys():
-                del self.attributes[name]  # a submodule that forward creates stays
             _rebind(vars(self.module), self.attributes)
         for restore in self.generators:
             restore()
         _rebind(self.module._parameters, self.parameters)
         _rebind(self.module._buffers, self.buffers)
+        _rebind(self.module._modules, self.children)
         with _unseen_by_engines():
             for copy in self.copies:
                 copy.restore()
@@ -196,6 +201,9 @@ def _rebind(owned: dict[str, Any], before: dict[str, Any]) -> None:
     for name in owned.keys() - before.keys():
         del owned[name]
     owned.update(before)
+    if [*owned] != [*before]:  # the order of parameters, or of the parts of a Sequential
+        for name in before:
+            owned[name] = owned.pop(name)
 
 
 @contextmanager

@@ -180,16 +180,35 @@ class Caching(nn.Module):
         return self.part(x * self.weight + self.table + self.powers)
 
 
-def test_what_is_built_lazily_is_built_again_and_a_part_that_was_made_stays():
+def test_what_is_built_lazily_is_built_again():
     model = Caching()
     with untouched(model):
         first = model(torch.ones(2))
+        assert isinstance(model.part, nn.Linear)
     assert model.table is None
+    assert model.part is None
     assert "powers" not in vars(model)
-    part = model.part
-    assert isinstance(part, nn.Linear)
     assert torch.equal(model(torch.ones(2)), first)
-    assert model.part is part
+
+
+CHANGED_PARTS = {
+    "added": lambda model: model.append(nn.Tanh()),
+    "another": lambda model: model.__setitem__(0, nn.Tanh()),
+    "removed": lambda model: model.__delitem__(0),
+    "in another order": lambda model: model._modules.update({"0": model._modules.pop("0")}),
+    "none": lambda model: model._modules.update({"1": None}),
+}
+
+
+@pytest.mark.parametrize("change", CHANGED_PARTS)
+def test_the_parts_of_a_model_come_back_in_their_order(change):
+    model = nn.Sequential(nn.Linear(2, 2), nn.ReLU(), nn.Linear(2, 1))
+    before, gave = [*model._modules.items()], model(torch.ones(2))
+    with untouched(model):
+        CHANGED_PARTS[change](model)
+        assert [*model._modules.items()] != before
+    assert [*model._modules.items()] == before
+    assert torch.equal(model(torch.ones(2)), gave)
 
 
 def test_a_wrapper_of_torch_keeps_its_own_attributes():

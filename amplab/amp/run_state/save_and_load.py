@@ -41,6 +41,7 @@ from amplab.amp.apex.session import Session
 from amplab.amp.arguments import as_list
 from amplab.amp.run_state.checks import form_problems, model_problems, scale_problems, session_problems
 from amplab.amp.run_state.file_format import MissingRunState, RunStateError, read_run_state, write_run_state
+from amplab.amp.run_state.models_of_tools import refuse_models_of_tools
 from amplab.amp.run_state.optimizer_checks import optimizer_entry, optimizer_problems
 from amplab.amp.run_state.paths import given_path
 from amplab.amp.run_state.rng_state import capture_rng, restore_rng, rng_problems
@@ -109,7 +110,8 @@ def save_run_state(
             if one rank fails.
         RuntimeError: ``amp`` before its ``initialize``.
         TypeError: an argument of another type, or both ``amp`` and ``scaler``. ValueError: a path with NUL.
-        RuntimeError: the scaler is between ``unscale_`` or ``step`` and ``update``.
+        RuntimeError: the scaler is between ``unscale_`` or ``step`` and ``update``; a tool, such as `amplab.xray`,
+            runs the model now, while a signal's handler or another thread calls this.
         OSError: the file cannot be written.
 
     Sync: many, as every tensor is copied to the CPU.
@@ -169,7 +171,7 @@ def load_run_state(
     Raises:
         RunStateError: the file is truncated, damaged, altered, of another format, or of another run; the message has
             the differences. Of an error while values are copied, which a module's own hook can raise, too.
-        RuntimeError: ``amp`` before its ``initialize``.
+        RuntimeError: ``amp`` before its ``initialize``; a tool runs the model now.
         TypeError: an argument of another type, or both ``amp`` and ``scaler``. ValueError: a path with NUL.
         OSError: there is no such file, which is a RunStateError, too; or it cannot be read.
 
@@ -280,6 +282,7 @@ def _checked(model: Any, optimizer: Any, amp: Any, scaler: Any) -> tuple[list[Mo
         raise TypeError("amp and scaler: got both, expected one of them. Pass the session or the GradScaler.")
     if session is not None:
         session.state_dict()  # raises before initialize
+    refuse_models_of_tools(models)
     return models, optimizers, session
 
 

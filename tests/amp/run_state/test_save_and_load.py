@@ -1,6 +1,7 @@
 """Whole runs in one file: resumed bit for bit, at the same level or another, with AMP and without."""
 
 import random
+import signal
 
 import numpy as np
 import pytest
@@ -8,7 +9,9 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+import amplab
 from amplab import amp
+from amplab.trace.untouched import untouched
 
 OPTIMIZERS = {
     "sgd": lambda params: torch.optim.SGD(params, lr=0.05, momentum=0.9),
@@ -302,3 +305,40 @@ def test_a_scaler_is_saved_between_iterations_alone(tmp_path):
     assert any("or is disabled" in note for note in notes)
     with pytest.raises(TypeError, match="scaler: got a int, expected a GradScaler"):
         amp.save_run_state(tmp_path / "run.pt", scaler=3)
+
+
+def save_in_a_handler(model, path, tool):
+    """Save in a signal's handler while the second layer of `model` runs in `tool`, as a preempted job may."""
+
+    class Signals(nn.Module):
+        def forward(self, x):
+            signal.raise_signal(signal.SIGUSR1)
+            return x
+
+    before = signal.signal(signal.SIGUSR1, lambda *_: amp.save_run_state(path, model=model))
+    model.insert(1, Signals())
+    try:
+        tool(model)
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+
+
+TOOLS = {
+    "xray": lambda model: amplab.xray(model, torch.ones(1, 2), opt_level="O2"),
+    "first_nonfinite": lambda model: amplab.first_nonfinite(model, step=lambda: model(torch.ones(1, 2)).sum()),
+}
+
+
+@pytest.mark.parametrize("tool", TOOLS)
+def test_what_a_tool_has_changed_is_not_saved(tmp_path, tool):
+    model, path = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 1)), tmp_path / "run.pt"
+    with pytest.raises(RuntimeError, match="a tool of amplab, such as xray"):
+        save_in_a_handler(model, path, TOOLS[tool])
+    assert not path.exists()
+    save_in_a_handler(model, path, lambda model: model(torch.ones(1, 2)))
+    other = nn.Linear(2, 2)
+    amp.save_run_state(path, model=other)
+    with untouched(model):
+        with pytest.raises(RuntimeError, match="runs now"):
+            amp.load_run_state(path, model=[other, model[0]])
+        amp.load_run_state(path, model=other)
