@@ -1,4 +1,4 @@
-"""An interrupt at any point of `initialize` or `reset`: after the next `reset` everything is as it was before."""
+"""An interrupt at any point of `initialize`: the next `reset` undoes it. One in `reset` waits until that is done."""
 
 import functools
 import inspect
@@ -99,8 +99,7 @@ def allowed_states(options, make):
     return [untouched.state(), undone.state()]
 
 
-def check_reset(training, allowed, interrupt):
-    amp.reset()
+def check_undone(training, allowed, interrupt):
     assert OWN.double is double, interrupt
     assert (thread_engines(), _get_current_function_mode_stack()) == ((), []), interrupt
     assert (torch.is_autocast_enabled(AUTOCAST_FLAG), torch.is_grad_enabled()) == (False, True), interrupt
@@ -113,21 +112,26 @@ def check_initialize(options, make, every, folders):
     for at in range(1, 20_000, every):
         training = Training(make)
         interrupt = interrupted(functools.partial(training.initialize, options), at, folders=folders)
-        check_reset(training, allowed, interrupt)
+        amp.reset()
+        check_undone(training, allowed, interrupt)
         if interrupt is None:
             return at
     pytest.fail("initialize has no end")
 
 
-def check_reset_alone(options, make, every, folders):
+def check_reset(options, make, every, folders):
+    """`reset` has done everything or, before it lets signals wait, nothing."""
     allowed = allowed_states(options, make)[1:]
     for at in range(1, 20_000, every):
         training = Training(make)
         training.initialize(options)
+        before = training.hooks(), thread_engines(), training.tensors()
         interrupt = interrupted(amp.reset, at, folders=folders)
-        check_reset(training, allowed, interrupt)
+        if interrupt is None or (training.hooks(), thread_engines(), training.tensors()) != before:
+            check_undone(training, allowed, interrupt)
         if interrupt is None:
             return at
+        amp.reset()
     pytest.fail("reset has no end")
 
 
@@ -150,8 +154,35 @@ def test_reset_undoes_an_interrupted_initialize(options, make):
 
 
 @every_kind
-def test_a_second_reset_finishes_an_interrupted_one(options, make):
-    check_reset_alone(options, make, every=53, folders=AMPLABS)
+def test_an_interrupt_waits_for_the_end_of_reset(options, make):
+    check_reset(options, make, every=53, folders=AMPLABS)
+
+
+FROM_LEVEL_TO_LEVEL = [(first, second) for first in ("O1", "O2", "O3") for second in ("O1", "O2") if first != second]
+
+
+@pytest.mark.parametrize(("first", "second"), FROM_LEVEL_TO_LEVEL)
+def test_an_interrupted_change_of_level_is_done_by_the_next_call(first, second):
+    def initialized(interrupt_at=0):
+        training = Training(OPTIMIZERS["SGD"])
+        training.initialize(LEVELS[first])
+        change = functools.partial(training.initialize, LEVELS[second])
+        interrupt = interrupted(change, interrupt_at, folders=AMPLABS)
+        change()
+        half = training.model(X).dtype
+        with amp.scale_loss(training.loss(), training.optimizer) as scaled:
+            scaled.backward()
+        training.optimizer.step()
+        reached = half, training.tensors()
+        amp.reset()
+        return reached, interrupt
+
+    expected, _ = initialized()
+    for at in range(1, 20_000, 97):
+        reached, interrupt = initialized(at)
+        assert reached == expected, interrupt
+        if interrupt is None:
+            return
 
 
 @pytest.mark.long
@@ -164,5 +195,5 @@ def test_reset_undoes_an_initialize_that_is_interrupted_at_any_point(options, ma
 @pytest.mark.long
 @in_which_files
 @every_kind
-def test_a_second_reset_finishes_one_that_is_interrupted_at_any_point(options, make, folders):
-    assert check_reset_alone(options, make, every=1, folders=folders) > 50
+def test_an_interrupt_at_any_point_waits_for_the_end_of_reset(options, make, folders):
+    assert check_reset(options, make, every=1, folders=folders) > 50

@@ -202,6 +202,23 @@ def test_disabled_casts_of_an_installed_engine_end_with_their_block():
         ENGINE.uninstall()
 
 
+@pytest.mark.parametrize("call", [ENGINE.install, ENGINE.uninstall])
+def test_an_engine_is_installed_after_an_interrupted_call(call):
+    try:
+        for at in range(1, 1000):
+            ENGINE.uninstall() if call == ENGINE.install else ENGINE.install()
+            interrupt = interrupted(call, at)
+            ENGINE.install()
+            assert product() == torch.float16, interrupt
+            ENGINE.uninstall()
+            assert product() == torch.float32, interrupt
+            if interrupt is None:
+                return
+        pytest.fail("the call has no end")
+    finally:
+        ENGINE.uninstall()
+
+
 TORCH = contextlib.__file__, torch.overrides.__file__
 """The files that handle a function written in Python: they take the modes off the stack and put them back."""
 

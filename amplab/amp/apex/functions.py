@@ -29,6 +29,7 @@ from amplab.amp.apex.initialize_arguments import Permissions
 from amplab.amp.apex.registered_functions import RegisteredFunctions
 from amplab.amp.apex.session import Session
 from amplab.policies import CastPolicy
+from amplab.policies.signals import DeferredSignals
 
 __all__ = [
     "clip_grad_norm_",
@@ -200,8 +201,9 @@ def session_to_initialize() -> Session:
 def reset_default_session() -> None:
     """Reset the session of the calling thread, and clear the registered functions."""
     session = default_session()
-    session.reset()
-    _OWN.session = None  # last, so that the next call finishes an interrupted one
-    with _LOCK:
-        if session is _PROGRAM:
-            _Owner.thread = None
+    with DeferredSignals():
+        session.reset()
+        _OWN.session = None  # last, so that the next call finishes one that failed
+        with _LOCK:
+            if session is _PROGRAM:
+                _Owner.thread = None

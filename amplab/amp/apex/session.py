@@ -68,6 +68,7 @@ from amplab.formats import LOW_PRECISION_DTYPES
 from amplab.parallel.combined_ddp import CombinedDDP
 from amplab.policies import CastingEngine, CastPolicy, PrecisionPolicy, recomputing_by_rules
 from amplab.policies.casting.thread_scopes import THREAD
+from amplab.policies.signals import DeferredSignals
 from amplab.scalers import CombinedUnscaler, Unscaler
 
 __all__ = ["Session"]
@@ -411,14 +412,16 @@ class Session:
         user's modules are restored. Permissions are withdrawn. Afterwards `initialize` works at any level.
         Copies of the models do not change: at O1 they go on casting, at O2 and O3 their weights stay half.
 
-        A call that is interrupted is finished by the next one, which also undoes an interrupted `initialize`.
+        Signals wait for its end. A call that fails is finished by the next one, which also undoes an interrupted
+        `initialize`.
         """
-        THREAD.own.drop_ended()
-        self._hooks.release_all()
-        self._change_settings(OptProperties(), None)
-        self.registered.forget()
-        self.permissions.forget()
-        self._properties = None  # last: a session that is interrupted before is reset again
+        with DeferredSignals():
+            THREAD.own.drop_ended()
+            self._hooks.release_all()
+            self._change_settings(OptProperties(), None)
+            self.registered.forget()
+            self.permissions.forget()
+            self._properties = None  # last: a session that fails before is reset again
 
     # -- in every step -----------------------------------------------------------------------------
 

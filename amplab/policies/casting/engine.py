@@ -24,6 +24,7 @@ from amplab.policies.casting.steps import CastCache, NoCastCache
 from amplab.policies.casting.thread_scopes import THREAD, Scope, cpu_half_mode
 from amplab.policies.casting.torch_regions import meet_torch_region
 from amplab.policies.policy.precision_policy import PrecisionPolicy
+from amplab.policies.signals import DeferredSignals
 
 if TYPE_CHECKING:
     from amplab.policies.casting.compiled_engine import CompiledMode
@@ -103,26 +104,28 @@ class CastingEngine:
         """Cast in the calling thread until `uninstall`; does nothing if it is installed already.
 
         The mode is inserted at the bottom of the thread's stack, so that other modes that are open now can close in
-        their own order. Sync: none.
+        their own order. Signals wait for the end, as in `uninstall`. Sync: none.
         """
-        THREAD.own.drop_ended()
-        if not self.installed:
-            mode = CastingMode(self)
-            THREAD.own.installed.append(mode)
-            insert_above_device(mode)
-            THREAD.own.refresh()
+        with DeferredSignals():
+            THREAD.own.drop_ended()
+            if not self.installed:
+                mode = CastingMode(self)
+                THREAD.own.installed.append(mode)
+                insert_above_device(mode)
+                THREAD.own.refresh()
 
     def uninstall(self) -> None:
         """Undo `install` in the calling thread and clear the cache; does nothing if it is not installed.
 
-        A second call finishes what an interrupt has left.
+        Signals wait for its end: a mode that is half removed would still count as installed, and cast nothing.
         """
-        THREAD.own.drop_ended()
-        for mode in [mode for mode in THREAD.own.installed if mode.engine is self]:
-            self.withdraw(mode)
-            THREAD.own.installed.remove(mode)
-        THREAD.own.refresh()
-        self.clear_cache()
+        with DeferredSignals():
+            THREAD.own.drop_ended()
+            for mode in [mode for mode in THREAD.own.installed if mode.engine is self]:
+                self.withdraw(mode)
+                THREAD.own.installed.remove(mode)
+            THREAD.own.refresh()
+            self.clear_cache()
 
     @property
     def installed(self) -> bool:
