@@ -101,9 +101,15 @@ class Checkpoint:
         experiment, extra = Experiment.load(self.path, exchange=exchange)
         if exchange is not None:
             return experiment, begin_again(rank_log(self.path.parent, exchange.place.rank), self.step)
-        with self.log.open("rb") as old, create_free(self.log, lambda free: free.open("xb")) as log:
+        with self.log.open("rb") as old:
             kept = old.read(extra["log_bytes"])
-            log.write(kept if kept.endswith(b"\n") else kept + b"\n")  # for the lines that follow
+        log = create_free(self.log, lambda free: free.open("xb"))
+        try:
+            with log:
+                log.write(kept if kept.endswith(b"\n") else kept + b"\n")  # for the lines that follow
+        except BaseException:
+            Path(log.name).unlink(missing_ok=True)
+            raise
         return experiment, Path(log.name)
 
 

@@ -15,10 +15,10 @@ import threading
 from bisect import bisect_left, bisect_right
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from functools import wraps
 from itertools import pairwise
 from operator import attrgetter
-from typing import Any, cast
+from typing import Any, Concatenate, ParamSpec, TypeVar, cast
 
 import numpy as np
 
@@ -30,6 +30,7 @@ from amplab.lab.events import GradientSample, MixedScales, StepRecord, StepRow
 from amplab.lab.growing_columns import GrowingColumns
 from amplab.lab.levels import LEVELS
 from amplab.lab.skip_explanation import SkipExplanation
+from amplab.policies.signals import DeferredSignals
 from amplab.scalers import ScalePath, ScaleRule, overflow_limits, scale_path
 
 __all__ = [
@@ -83,10 +84,30 @@ def recorded(row: StepRow) -> StepRecord:
     return StepRecord(row[0], math.nan if row[1] is None else row[1], *row[2:])
 
 
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+def _filled(method: Callable[Concatenate[History, P], R]) -> Callable[Concatenate[History, P], R]:
+    """Let a method of a history run with every step in the columns, and its lock held.
+
+    Signals wait: one in between could leave steps in the columns and among those that are pending, and its handler may
+    itself read the history.
+    """
+
+    @wraps(method)
+    def run(self: History, /, *args: P.args, **kwargs: P.kwargs) -> R:
+        with DeferredSignals(), self._lock:
+            self._fill()
+            return method(self, *args, **kwargs)
+
+    return run
+
+
 class History:
     """Every step of one run, in order.
 
-    One thread appends. Any thread can read and gets copies.
+    One thread appends. Any thread can read and gets copies, and so can the handler of a signal.
 
     >>> history = History()
     >>> history.append(StepRecord(0, 2.3, 65536.0, 65536.0, False, None, "O1", None, 0.0, None))
@@ -97,7 +118,7 @@ class History:
     """
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # a signal's handler may read while its thread has it
         self._columns = GrowingColumns(COLUMNS | {_MISSING: np.bool_})
         self._pending: list[StepRow] = []  # appended, not yet in the columns
         self._codes: dict[str | None, int] = {None: 0}
@@ -128,7 +149,7 @@ class History:
             self._last_score = score
         self._pending.append(row)  # atomic, so that a reader needs the lock and this does not
         if len(self._pending) >= _PENDING:
-            with self._lock:
+            with DeferredSignals(), self._lock:
                 self._fill()
 
     def keep(self, sample: GradientSample) -> None:
@@ -193,12 +214,12 @@ class History:
             self._changes += changes
 
     @property
+    @_filled
     def changes(self) -> tuple[RunChange, ...]:
         """What the run began with and everything that was changed since, in order; of a watched run, its levels."""
-        with self._filled():
-            if self._changes:
-                return tuple(self._changes)
-            return tuple(RunChange(step, "opt_level", level, f"opt_level {level}") for step, level in self._levels)
+        if self._changes:
+            return tuple(self._changes)
+        return tuple(RunChange(step, "opt_level", level, f"opt_level {level}") for step, level in self._levels)
 
     def replay(self, rule: ScaleRule | str | None = None) -> WhatIf | WhatIfs:
         """Return what this run would have been under another loss-scaling rule.
@@ -252,109 +273,109 @@ class History:
         return self._last_score
 
     @property
+    @_filled
     def skip_count(self) -> int:
         """The number of skipped steps."""
-        with self._filled():
-            return len(self._skips)
+        return len(self._skips)
 
+    @_filled
     def column(self, name: str, rows: slice | np.ndarray = _EVERY) -> np.ndarray:
         """Return a copy of one column, `(steps,)`, or of some of its rows: a slice without a step, or rows from 0.
 
         Words are an object array; a score that was not measured is NaN.
         """
-        with self._filled():
-            return self._read(name, rows)
+        return self._read(name, rows)
 
+    @_filled
     def record(self, row: int) -> StepRecord:
         """Return one step by its row, from 0 (negative from the end).
 
         Raises:
             IndexError: There is no such row.
         """
-        with self._filled():
-            row = range(len(self._columns))[row]
-            return self._records(slice(row, row + 1))[0]
+        row = range(len(self._columns))[row]
+        return self._records(slice(row, row + 1))[0]
 
+    @_filled
     def records_at(self, rows: Sequence[int]) -> list[StepRecord]:
         """Return some steps by their rows, from 0: in one read, which is much faster than `record` for each."""
-        with self._filled():
-            return self._records(np.asarray(rows, dtype=np.int64))
+        return self._records(np.asarray(rows, dtype=np.int64))
 
+    @_filled
     def records(self, start: int = 0) -> list[StepRecord]:
         """Return the steps from row `start` on."""
-        with self._filled():
-            return self._records(slice(start, None))
+        return self._records(slice(start, None))
 
     def row_blocks(self) -> Iterator[list[StepRow]]:
         """Yield the values of all steps in the order of `COLUMNS`, some thousands at a time, as `records` has them."""
         start = 0
         while True:
-            with self._filled():
-                block = self._row_values(slice(start, start + _ROWS_IN_BLOCK))
+            block = self._block_of_rows(slice(start, start + _ROWS_IN_BLOCK))
             if not block:
                 return
             yield block
             start += len(block)
 
+    @_filled
     def skips(self, start: int = 0) -> list[StepRecord]:
         """Return the skipped steps, from the `start`-th skip on."""
-        with self._filled():
-            return self._records(self._skipped_rows()[start:])
+        return self._records(self._skipped_rows()[start:])
 
+    @_filled
     def skipped_steps(self) -> list[int]:
         """Return the numbers of the skipped steps."""
-        with self._filled():
-            steps: list[int] = self._columns.read("step", self._skipped_rows()).tolist()
-            return steps
+        steps: list[int] = self._columns.read("step", self._skipped_rows()).tolist()
+        return steps
 
+    @_filled
     def skip_groups(self) -> np.ndarray:
         """Return the first and the last row of each group of skips that follow one another, `(groups, 2)`.
 
         Another level or another fault begins a new group.
         """
-        with self._filled():
-            rows = self._skipped_rows()
-            codes = np.stack([self._columns.read(name, rows) for name in ("opt_level", "injected")])  # (2, skips)
+        rows = self._skipped_rows()
+        codes = np.stack([self._columns.read(name, rows) for name in ("opt_level", "injected")])  # (2, skips)
         breaks = np.flatnonzero((np.diff(rows) != 1) | (np.diff(codes) != 0).any(axis=0))
         firsts, lasts = np.append(rows[:1], rows[breaks + 1]), np.append(rows[breaks], rows[-1:])
         groups: np.ndarray = np.column_stack([firsts, lasts])
         return groups
 
+    @_filled
     def missing_losses(self, start: int = 0) -> frozenset[int]:
         """Return the steps from row `start` on without a loss; their records hold NaN, as those of a loss that is NaN.
 
         Args:
             start: negative from the end.
         """
-        with self._filled():
-            first, *_ = slice(start, None).indices(len(self._columns))
-            missing = self._columns.read(_MISSING, slice(first, None))
-            missing[: max(self._untold - first, 0)] = True
-            return frozenset(self._columns.read("step", first + np.flatnonzero(missing)).tolist())
+        first, *_ = slice(start, None).indices(len(self._columns))
+        missing = self._columns.read(_MISSING, slice(first, None))
+        missing[: max(self._untold - first, 0)] = True
+        return frozenset(self._columns.read("step", first + np.flatnonzero(missing)).tolist())
 
+    @_filled
     def forget_losses(self) -> None:
         """Mark the loss of every step so far as missing; all must be NaN."""
-        with self._filled():
-            self._untold = len(self._columns)
+        self._untold = len(self._columns)
 
+    @_filled
     def level_changes(self) -> list[tuple[int, str]]:
         """Return (step, opt_level) of the first step and of each step whose level differs from the one before."""
-        with self._filled():
-            return list(self._levels)
+        return list(self._levels)
 
+    @_filled
     def rate(self, window: float = 1.0) -> float | None:
         """Return steps per second over the last `window` seconds of training, at most 65,536 steps.
 
         None before the second step.
         """
-        with self._filled():
-            seconds = self._columns.read("seconds", slice(max(0, len(self._columns) - _FASTEST), None))
-            if len(seconds) < 2:
-                return None
-            first = min(int(np.searchsorted(seconds, seconds[-1] - window)), len(seconds) - 2)
-            span = float(seconds[-1] - seconds[first])
-            return (len(seconds) - 1 - first) / span if span > 0 else None
+        seconds = self._columns.read("seconds", slice(max(0, len(self._columns) - _FASTEST), None))
+        if len(seconds) < 2:
+            return None
+        first = min(int(np.searchsorted(seconds, seconds[-1] - window)), len(seconds) - 2)
+        span = float(seconds[-1] - seconds[first])
+        return (len(seconds) - 1 - first) / span if span > 0 else None
 
+    @_filled
     def thinned(
         self, columns: Sequence[str], limit: int, low: float = -math.inf, high: float = math.inf
     ) -> dict[str, np.ndarray]:
@@ -377,18 +398,10 @@ class History:
         unknown = [name for name in columns if name not in COLUMNS]
         if unknown:
             raise ValueError(f"{unknown[0]!r}: expected a column of a history; choose from {', '.join(COLUMNS)}.")
-        with self._filled():
-            names = dict.fromkeys(["step", *columns, "skipped"])
-            floats = [name for name in columns if COLUMNS[name] is np.float64]
-            rows = self._rows_to_show(floats, limit, *self._span(low, high))
-            return {name: self._read(name, rows) for name in names}
-
-    @contextmanager
-    def _filled(self) -> Iterator[None]:
-        """Hold the lock, with every step in the columns."""
-        with self._lock:
-            self._fill()
-            yield
+        names = dict.fromkeys(["step", *columns, "skipped"])
+        floats = [name for name in columns if COLUMNS[name] is np.float64]
+        rows = self._rows_to_show(floats, limit, *self._span(low, high))
+        return {name: self._read(name, rows) for name in names}
 
     def _fill(self) -> None:
         """Move the pending steps into the columns; steps that are added meanwhile stay pending."""
@@ -397,10 +410,10 @@ class History:
             self._extend(dict(zip(COLUMNS, zip(*fresh, strict=True), strict=True)))
             del self._pending[: len(fresh)]
 
+    @_filled
     def extend(self, values: Mapping[str, Sequence[Any]]) -> None:
         """Add steps as the values of each of `COLUMNS`, as in a `StepRow`; a missing loss is None."""
-        with self._filled():
-            self._extend(values)
+        self._extend(values)
         self._last = cast(StepRow, tuple(values[name][-1] for name in COLUMNS))
         scores = [score for score in values["score"] if score is not None]
         self._last_score = scores[-1] if scores else self._last_score
@@ -462,6 +475,10 @@ class History:
 
     def _records(self, rows: slice | np.ndarray) -> list[StepRecord]:
         return [recorded(row) for row in self._row_values(rows)]
+
+    @_filled
+    def _block_of_rows(self, rows: slice) -> list[StepRow]:
+        return self._row_values(rows)
 
     def _row_values(self, rows: slice | np.ndarray) -> list[StepRow]:
         values = {name: self._read(name, rows).tolist() for name in COLUMNS}

@@ -78,6 +78,7 @@ class RunStore:
         self._log: RunLog | None = None
         self._appending: tuple[StepRow, int] | None = None  # with its row in the history
         self._path: Path | None = None
+        self._closed_at = 0  # the size of the log when it was closed
         self._late: list[Callable[[RunLog], object]] = []  # what was noted after `close`
 
     @classmethod
@@ -95,7 +96,7 @@ class RunStore:
                 f"{steps} steps. It was altered, or lost its end: start a new run, or use an intact copy of the log."
             )
         store = cls(run.config, log=path, on_failure=on_failure)
-        store.history, store._path = run.history, path
+        store.history, store._path, store._closed_at = run.history, path, path.stat().st_size
         last = run.history.last
         store.seconds = 0.0 if last is None else last.seconds
         return store
@@ -226,7 +227,9 @@ class RunStore:
         """
         self._finish_append()
         if self._wanted is not None and self._log is not None:
+            log = self._log
             self._write(self._wanted, partial(RunLog.close, steps=len(self.history), raised=raised))
+            self._closed_at = log.size
         self._wanted = self._log = None
 
     def retire(self) -> bool:
@@ -263,7 +266,7 @@ class RunStore:
 
     def _open(self, wanted: Path) -> RunLog:
         if self._path is not None:
-            self._log = RunLog(self._path, self._config, is_continued=True)
+            self._log = RunLog(self._path, self._config, continued_at=self._closed_at)
             return self._log
         target = log_target(wanted)
         path = target if is_log_file(target) else new_path(target, self._config)

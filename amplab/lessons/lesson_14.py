@@ -93,11 +93,12 @@ def _started(names: list[str], folder: Path, limit: float) -> Iterator[list[subp
     ranks: list[subprocess.Popen[bytes]] = []
     try:
         for rank in range(RANKS):
+            # -P: no module beside the notebook hides an installed one
             code = f"from {__name__} import _rank; _rank({names!r}, {str(folder)!r}, {rank}, {limit})"
             with (folder / f"{rank}.txt").open("wb") as printed:
                 ranks.append(
                     subprocess.Popen(
-                        [sys.executable, "-c", code], env=environment, stdout=printed, stderr=subprocess.STDOUT
+                        [sys.executable, "-P", "-c", code], env=environment, stdout=printed, stderr=subprocess.STDOUT
                     )
                 )
         yield ranks

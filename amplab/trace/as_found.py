@@ -16,7 +16,7 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from itertools import takewhile
 from operator import is_
-from types import CodeType
+from types import FrameType
 from typing import Any, ParamSpec, TypeVar
 
 import torch
@@ -272,17 +272,18 @@ def end_blocks_of(error: BaseException | None, handled: BaseException | None) ->
     while error is not None and error is not handled:
         for frame, _ in reversed([*traceback.walk_tb(error.__traceback__)]):
             with contextlib.suppress(Exception):  # of code that the tool has called, or of a block that has not begun
-                _end_block(frame.f_code, frame.f_locals.get("self"))
+                _end_block(frame)
         error = error.__context__
 
 
-def _end_block(code: CodeType, block: Any) -> None:
-    """End `block` if `code` is its own."""
+def _end_block(frame: FrameType) -> None:
+    """End the block whose own code `frame` runs. Of other frames no variable is read: `f_locals` would keep it."""
+    code = frame.f_code
     if code.co_filename == contextlib.__file__:
-        generator = getattr(block, "gen", None)
+        generator = getattr(frame.f_locals.get("self"), "gen", None)
         if generator is not None:
             generator.close()
-    elif code.co_name in ("__enter__", "__exit__") and isinstance(block, _ENDED_LATE):
+    elif code.co_name in ("__enter__", "__exit__") and isinstance(block := frame.f_locals.get("self"), _ENDED_LATE):
         block.__exit__(None, None, None)
 
 

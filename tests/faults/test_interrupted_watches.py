@@ -8,6 +8,7 @@ import signal
 import sys
 import threading
 import time
+import weakref
 from contextlib import nullcontext
 
 import pytest
@@ -420,3 +421,13 @@ def test_a_second_signal_where_a_watch_ends_stops_nothing_of_its_end(name, limit
     assert not to_come
     assert left_by(model, optimizer) == []
     assert len(load_run(tmp_path / "run.jsonl").history) == 1
+
+
+def test_a_variable_of_an_interrupted_loop_is_freed_when_it_is_deleted():
+    model = nn.Linear(2, 1)
+    loader = torch.utils.data.DataLoader([1])
+    is_freed = weakref.ref(loader)
+    with pytest.raises(KeyboardInterrupt), amplab.watch(model, torch.optim.SGD(model.parameters(), lr=0.1)):
+        raise KeyboardInterrupt
+    del loader
+    assert is_freed() is None

@@ -58,10 +58,11 @@ def train(steps):
         optimizer.step()
         optimizer.zero_grad()
 
-with amplab.watch(model, optimizer, log=sys.argv[1]):
+with amplab.watch(model, optimizer, log=sys.argv[1]) as watch:
     train(6)
     if os.fork() == 0:
         train(3)
+        print(watch.log_path, *watch.failures)
         sys.exit(0)  # leaves the block, in a copy of the process that opened the log
     os.wait()
     train(4)
@@ -139,7 +140,9 @@ def test_many_loops_that_are_killed_while_they_pause(tmp_path):
 
 def test_a_fork_that_trains_on_and_leaves_the_block_writes_nothing_to_the_log(tmp_path):
     path = tmp_path / "run.jsonl"
-    subprocess.run([sys.executable, "-W", "ignore", "-c", FORKS, str(path)], cwd=ROOT, check=True, timeout=100)
+    words = [sys.executable, "-W", "ignore", "-c", FORKS, str(path)]
+    said = subprocess.run(words, cwd=ROOT, check=True, timeout=100, stdout=subprocess.PIPE, text=True).stdout
+    assert said.startswith(f"None log: cannot write {path} (the process was forked from the one that writes it)")
     assert load_run(path).history.column("step").tolist() == list(range(10))
 
 

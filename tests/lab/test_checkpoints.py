@@ -275,3 +275,21 @@ def test_other_runs_that_are_damaged_do_not_keep_ranks_from_starting_again(tmp_p
     assert checkpoint_of_launch(tmp_path, Rank(1, 2, "a third")) is None
     with pytest.raises(ValueError, match="2 ranks"):
         checkpoint_of_launch(tmp_path, Rank(1, 3, "this"))
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="forks")
+@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
+def test_a_run_for_whose_log_there_is_no_space_leaves_no_file(tmp_path: Path):
+    saved = killed_run("amplab/1 task=digits hidden=16", tmp_path, 5)
+    files = sorted(tmp_path.iterdir())
+    child = os.fork()
+    if child == 0:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (200, resource.RLIM_INFINITY))
+        try:
+            saved.restore()
+        except OSError:
+            os._exit(0)
+        os._exit(1)
+    _, status = os.waitpid(child, 0)
+    assert os.waitstatus_to_exitcode(status) == 0
+    assert sorted(tmp_path.iterdir()) == files

@@ -2,6 +2,8 @@
 
 from pathlib import Path
 
+import pytest
+
 from amplab.lab import ExperimentConfig, Failed, Trainer, load_run
 
 SMALL = ExperimentConfig(hidden=16)
@@ -50,3 +52,42 @@ def test_a_log_that_cannot_be_written_is_reported_and_the_run_continues(tmp_path
     assert told.text.startswith(f"log: cannot write {blocked / 'runs'} (")
     assert "AMPLAB_RUNS" in told.text
     assert (len(trainer.history), trainer.log_path, trainer.state) == (5, None, "paused")
+
+
+LEFT = {
+    "deleted": lambda log: log.unlink(),
+    "moved away": lambda log: log.rename(log.with_suffix(".moved")),
+    "emptied": lambda log: log.write_text(""),
+    "last line torn": lambda log: log.write_bytes(log.read_bytes()[:-30]),
+}
+
+
+@pytest.mark.parametrize("what", LEFT)
+def test_a_run_that_comes_back_to_a_log_that_has_lost_lines_says_so(runs: Path, listen, what):
+    trainer = Trainer(SMALL, log=runs)
+    ear = listen(trainer)
+    trainer.run(5)
+    log = trainer.log_path
+    trainer.reset()
+    assert trainer.wait(10)
+    LEFT[what](log)
+    left = log.exists() and log.read_bytes()
+    trainer.undo()
+    assert trainer.wait(10)
+    trainer.run(3)
+    (told,) = ear.of(Failed)
+    assert told.text.startswith(f"log: cannot write {log} (")
+    assert (len(trainer.history), trainer.log_path) == (8, None)
+    assert (log.exists() and log.read_bytes()) == left
+
+
+def test_a_run_that_comes_back_goes_on_in_its_log(runs: Path):
+    trainer = Trainer(SMALL, log=runs)
+    trainer.run(5)
+    log = trainer.log_path
+    trainer.reset()
+    trainer.undo()
+    assert trainer.wait(10)
+    trainer.run(3)
+    assert trainer.log_path == log
+    assert len(load_run(log).history) == 8

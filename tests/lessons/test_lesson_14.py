@@ -79,3 +79,10 @@ def test_wrong_answers_are_told_what_is_wrong(check, answer, said):
     verdict = check(answer)
     assert not verdict.right
     assert said in str(verdict)
+
+
+def test_the_ranks_run_no_module_beside_the_notebook(tmp_path, monkeypatch):
+    for name in ("torch", "numpy", "amplab"):
+        (tmp_path / f"{name}.py").write_text("raise ImportError('planted')")
+    monkeypatch.chdir(tmp_path)
+    assert len(lesson.run_ranks(lesson.gradients)) == 2

@@ -312,7 +312,10 @@ def _fsync_folder(folder: Path) -> None:
     """Make the rename durable. Windows cannot open folders and does not need it."""
     if os.name != "posix":
         return
-    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        descriptor = os.open(folder, os.O_RDONLY)
+    except PermissionError:  # it may be written to and not read: the file is there, and an error would deny it
+        return
     try:
         os.fsync(descriptor)
     finally:

@@ -55,20 +55,21 @@ class RunLog:
     """The log of one run, open for appending; it never overwrites another file. A forked process writes nothing to it.
 
     Every method that writes raises an OSError if lines are lost: the log was deleted or shortened meanwhile, more than
-    `MOST_WAITING` lines wait for a full disk, the disk has another error. Before that, a full disk is a `DiskFull`,
-    once for each attempt to write.
+    `MOST_WAITING` lines wait for a full disk, the disk has another error; in a forked process, for a step. Before
+    that, a full disk is a `DiskFull`, once for each attempt to write.
 
     Args:
         path: A file that does not exist yet; its folder is created, on a full disk by a later flush.
         config: What the run starts with.
-        is_continued: Whether `path` is the closed log of the same run, which is continued.
+        continued_at: The size of the closed log of the same run at `path`, which is continued; None for a new one.
         rank: This process, of several that train together.
 
     Attributes:
         is_mixed: Whether another program has written to the file since it was opened; no reader understands its lines.
 
     Raises:
-        OSError: The file cannot be created or written (FileExistsError if it exists and is not continued).
+        OSError: The file cannot be created or written (FileExistsError if it exists and is not continued), or it is
+            to be continued and is not there, or has lost its end.
     """
 
     def __init__(
@@ -76,17 +77,17 @@ class RunLog:
         path: Path,
         config: ExperimentConfig | WatchedRun,
         *,
-        is_continued: bool = False,
+        continued_at: int | None = None,
         rank: Rank | None = None,
     ) -> None:
         self.path = path
-        self._config, self._is_continued, self._rank = config, is_continued, rank
+        self._config, self._is_continued, self._rank = config, continued_at is not None, rank
         self._process = os.getpid()
         self._file: FileIO | None = None  # until a full disk has space for it
         self._is_closed = self.is_mixed = False
         self._pending: list[str] = []  # lines that are not in the file yet
         self._written: int | None = None  # the last step in the file
-        self._size = 0  # of the file, up to its last whole line
+        self._size = continued_at or 0  # of the file, up to its last whole line
         self._is_torn = False  # whether a write has begun that did not end
         self._retry = 0.0  # when a full disk is tried again
         self._due = 0.0  # when the next step is written
@@ -100,10 +101,11 @@ class RunLog:
 
     def _open(self) -> FileIO:
         """Open the file; a new one begins with the header."""
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        file = FileIO(str(self.path), "a" if self._is_continued else "x", opener=_open_to_append)
+        if not self._is_continued:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+        file = FileIO(str(self.path), "r+" if self._is_continued else "x", opener=_open_to_append)
         self._closed_with_me = weakref.finalize(self, file.close)
-        size = os.fstat(file.fileno()).st_size
+        size = self._end_of_file(file)
         is_held = is_rank_log(self.path) and hold(file.fileno())
         header = [] if self._is_continued else [new_header(self.path, self._config, self._rank, is_held=is_held)]
         lines = [*map(json_line, header), *self._pending]
@@ -117,7 +119,7 @@ class RunLog:
     def append_row(self, row: StepRow) -> None:
         """Write one step as its values."""
         if self._is_forked():
-            return
+            raise OSError(errno.EPERM, "the process was forked from the one that writes it", str(self.path))
         self._pending.append(step_line(row))
         if time.monotonic() >= self._due:
             self.flush()
@@ -145,6 +147,11 @@ class RunLog:
     def last_step(self) -> int | None:
         """The number of the last step that was appended; None before the first of this process."""
         return _last_step(self._pending, self._written)
+
+    @property
+    def size(self) -> int:
+        """The bytes of the file, up to the last whole line that was written."""
+        return self._size
 
     @property
     def waiting(self) -> int:

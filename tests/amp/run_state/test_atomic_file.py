@@ -5,6 +5,7 @@ import re
 import signal
 import subprocess
 import sys
+import tempfile
 import textwrap
 import time
 from pathlib import Path
@@ -16,6 +17,7 @@ from amplab import amp
 from amplab.amp.run_state.file_format import write_atomically
 
 ROOT = Path(__file__).resolve().parents[3]
+NOBODY = 65534
 
 
 def in_a_child(script, path):
@@ -153,3 +155,25 @@ def test_a_link_that_leads_to_itself_is_refused_and_stays(tmp_path):
     with pytest.raises(OSError, match="leads back to itself"):
         write_atomically(loop, lambda file: file.write(b"new"))
     assert loop.is_symlink()
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="forks")
+def test_a_folder_that_may_be_written_to_and_not_read_gets_the_file():
+    folder = Path(tempfile.mkdtemp())  # outside of pytest's, which another user may not enter
+    path = folder / "run.pt"
+    path.write_bytes(b"before")
+    if os.geteuid() == 0:
+        os.chown(folder, NOBODY, -1)
+        os.chown(path, NOBODY, -1)
+    folder.chmod(0o300)
+    child = os.fork()
+    if child == 0:
+        if os.geteuid() == 0:
+            os.setuid(NOBODY)
+        os._exit(int(saves(path, 0.1) != []))
+    _, status = os.waitpid(child, 0)
+    folder.chmod(0o700)
+    assert os.waitstatus_to_exitcode(status) == 0
+    assert path.read_bytes() == b"whole" * 1000
+    path.unlink()
+    folder.rmdir()

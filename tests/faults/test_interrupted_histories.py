@@ -1,0 +1,124 @@
+"""Signals while a history is read or grows: no step is lost or there twice, and no lock stays taken."""
+
+import signal
+import sys
+import threading
+
+import pytest
+from interrupts import interrupted_everywhere
+from torch import nn, ones, optim
+
+import amplab
+from amplab.lab import growing_columns, history, load_run
+from amplab.lab.events import StepRecord
+from amplab.lab.history import History
+
+FILES = history.__file__, growing_columns.__file__
+STEPS = 300  # more than wait to be moved into the columns, so that some have been moved and others wait
+READS = {
+    "skips": History.skips,
+    "records": History.records,
+    "rate": History.rate,
+    "thinned": lambda run: run.thinned(["loss"], 100),
+    "losses": History.missing_losses,
+    "len": len,
+}
+
+
+def record(step):
+    skipped = step % 7 == 0
+    return StepRecord(step, 1.0, 2.0, 1.0 if skipped else 2.0, skipped, None, "O1", None, step / 1000, None)
+
+
+def grown(steps=STEPS):
+    run = History()
+    for step in range(steps):
+        run.append(record(step))
+    return run
+
+
+def in_a_thread(read):
+    """Return what a read gives in another thread, which does not wait for a lock that this one has left taken."""
+    results = []
+    thread = threading.Thread(target=lambda: results.append(read()), daemon=True)
+    thread.start()
+    thread.join(20)
+    assert results, "the lock stays taken"
+    return results[0]
+
+
+@pytest.mark.parametrize("name", READS)
+def test_an_interrupted_read_loses_no_step_and_leaves_the_lock(name):
+    kept = []  # as IPython keeps the last exception, and with it the frames of its traceback
+
+    def read():
+        try:
+            READS[name](runs[-1])
+        except KeyboardInterrupt as error:
+            kept.append(error)
+            raise
+
+    runs = [grown()]
+    for interrupt in interrupted_everywhere(read, folders=FILES, every=11):
+        assert in_a_thread(runs[-1].records) == [record(step) for step in range(STEPS)], interrupt
+        assert len(runs[-1].skips()) == len(range(0, STEPS, 7)), interrupt
+        runs.append(grown())
+    assert kept
+
+
+def test_an_interrupted_append_adds_its_step_once():
+    runs = [grown(255)]
+    for interrupt in interrupted_everywhere(lambda: runs[-1].append(record(255)), folders=FILES, every=5):
+        assert [each.step for each in runs[-1].records()] in ([*range(255)], [*range(256)]), interrupt
+        runs.append(grown(255))
+
+
+@pytest.mark.parametrize("name", READS)
+def test_the_handler_of_a_signal_may_read_at_any_point(name):
+    run, counts = grown(), []
+    files = set(FILES)
+
+    def signals(frame, event, _):
+        if frame.f_code.co_filename not in files:
+            return None
+        if event == "line":
+            signal.raise_signal(signal.SIGUSR1)
+        return signals
+
+    def count(*_):
+        sys.settrace(None)
+        counts.append((len(run), len(run.skips())))
+        sys.settrace(signals)
+
+    before = signal.signal(signal.SIGUSR1, count)
+    tracing = sys.gettrace()
+    try:
+        sys.settrace(signals)
+        READS[name](run)
+        run.append(record(STEPS))
+    finally:
+        sys.settrace(tracing)
+        signal.signal(signal.SIGUSR1, before)
+    skips = len(range(0, STEPS, 7))
+    assert set(counts) <= {(STEPS, skips), (STEPS + 1, skips)}
+    assert len(counts) > 1
+
+
+def test_a_read_that_is_interrupted_in_a_watched_loop_leaves_a_log_that_loads(tmp_path):
+    model = nn.Linear(2, 1)
+    optimizer = optim.SGD(model.parameters(), lr=0.01)
+
+    def train(steps):
+        for _ in range(steps):
+            optimizer.zero_grad()
+            watch.loss(model(ones(1, 2)).sum()).backward()
+            optimizer.step()
+
+    with amplab.watch(model, optimizer, log=tmp_path / "run.jsonl") as watch:
+        train(5)
+        reads = interrupted_everywhere(watch.history.skips, folders=FILES)
+        trained = 5
+        for _ in reads:
+            train(5)
+            trained += 5
+    assert load_run(tmp_path / "run.jsonl").history.column("step").tolist() == list(range(trained))
