@@ -1,6 +1,8 @@
 """History: every record is returned, copies are consistent while it grows, thinning keeps extremes and marks."""
 
 import math
+import os
+import signal
 import threading
 import time
 import tracemalloc
@@ -306,3 +308,30 @@ def test_the_steps_without_a_loss_from_some_row_on():
     assert history.missing_losses(-4) == {7, 8, 9, 10}
     history.append(record(11, loss=math.nan))
     assert history.missing_losses() == set(range(11))
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="forks")
+@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
+def test_a_child_reads_a_history_that_another_thread_reads_and_fills_at_the_fork():
+    history, stop = filled(1000), threading.Event()
+
+    def read_and_fill():
+        step = 1000
+        while not stop.is_set():
+            history.append(record(step))
+            history.records(step - 900)
+            step += 1
+
+    thread = threading.Thread(target=read_and_fill)
+    thread.start()
+    try:
+        for _ in range(20):
+            if (child := os.fork()) == 0:
+                signal.signal(signal.SIGALRM, signal.SIG_DFL)
+                signal.alarm(10)  # which ends a child that hangs
+                steps = [each.step for each in history.records()]
+                os._exit(int(steps != list(range(len(history)))))
+            assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    finally:
+        stop.set()
+        thread.join()
