@@ -11,6 +11,7 @@ import argparse
 import importlib
 import inspect
 import os
+import select
 import signal
 import sys
 import tempfile
@@ -20,7 +21,7 @@ from contextlib import contextmanager
 from difflib import get_close_matches
 from pathlib import Path
 from types import FunctionType
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn, TextIO
 
 from amplab import __version__
 from amplab.display.numbers import parse_number
@@ -59,7 +60,10 @@ BENCH_SUITES = ("scaler", "casting", "kernels", "xray", "diagnose")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one command and return its exit status: 0, 2 for bad input (one sentence on stderr), 130 if interrupted.
+    """Run one command and return its exit status.
+
+    0; 1 if the reader of its output has closed it, as `| head` does; 2 for bad input (one sentence on stderr); 130 if
+    interrupted.
 
     Args:
         arguments: the words after ``amplab``; None takes those of the process.
@@ -73,10 +77,26 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return refuse(options, ValueError(unknown_words(options, unknown)))
     run: Callable[[argparse.Namespace], int] = options.run
     try:
-        return run(options)
+        status = run(options)
+        sys.stdout.flush()
+        return status
+    except BrokenPipeError:
+        if not _is_closed_by_its_reader(sys.stdout):
+            raise
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # where Python writes the rest at exit
+        return 1
     except KeyboardInterrupt:
         _end_by_ctrl_c(is_own)  # without the traceback of what runs at exit
         return INTERRUPTED
+
+
+def _is_closed_by_its_reader(stream: TextIO) -> bool:
+    """Return whether nobody reads any more what is written to a pipe, as after `| head`."""
+    if not hasattr(select, "poll"):  # Windows
+        return False
+    asked = select.poll()
+    asked.register(stream, 0)
+    return bool(asked.poll(0))
 
 
 @contextmanager

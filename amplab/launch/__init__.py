@@ -5,6 +5,7 @@
     server      the command line and the environment of JupyterLab
     beside      the modules in the folder of a notebook, which its kernel could import
     trust       the part of its server that signs unchanged lessons
+    contents    the part of its server that reads notebooks, without the saved widgets of one that is not signed
     jupyter     its default settings; its kernel; a prebuilt extension that opens the lab when its lesson opens
     ranks       several processes that train together, by torchrun; not about JupyterLab
 

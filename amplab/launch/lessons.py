@@ -14,6 +14,8 @@ from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, distribution
 from pathlib import Path
 
+from amplab.lessons.locked_folder import locked
+
 __all__ = [
     "LaunchError",
     "WorkingCopies",
@@ -145,19 +147,22 @@ def copy_lessons(shipped: Path, folder: Path, *, renew: bool = False) -> Working
     Raises:
         LaunchError: a copy cannot be written, or `folder` is the folder of the shipped lessons.
     """
-    if folder.exists() and folder.samefile(shipped):
-        raise LaunchError(f"{folder}: these are the shipped lessons; expected another folder for the working copies.")
     written, moved = [], []
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        for name in lesson_names(shipped):
-            lesson, copy = shipped / name, folder / name
-            copy.parent.mkdir(exist_ok=True)
-            if renew and copy.exists() and not _equal(lesson, copy):
-                moved.append((name, copy.rename(_free_name(copy)).name))
-            if not copy.exists():
-                _write_new(lesson, copy)
-                written.append(name)
+        if folder.samefile(shipped):
+            raise LaunchError(
+                f"{folder}: these are the shipped lessons; expected another folder for the working copies."
+            )
+        with locked(folder):  # another `amplab lab` could take a free name at the same time
+            for name in lesson_names(shipped):
+                lesson, copy = shipped / name, folder / name
+                copy.parent.mkdir(exist_ok=True)
+                if renew and copy.exists() and not _equal(lesson, copy):
+                    moved.append((name, copy.rename(_free_name(copy)).name))
+                if not copy.exists():
+                    _write_new(lesson, copy)
+                    written.append(name)
     except OSError as error:
         raise LaunchError(
             f"cannot write the working copies of the lessons to {folder} ({error.strerror or error}): set the "

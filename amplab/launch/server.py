@@ -4,11 +4,12 @@ The server is the JupyterLab of the running interpreter, so that the widgets' ex
 environment. The user's Jupyter configuration stays in effect: the command line overrides only what the lab needs, and
 the defaults in ``jupyter`` (no news pop-up) rank below the user's own settings. It serves the notebook's folder alone.
 
-The server starts with ``-P``: it never imports from the folder in which ``amplab lab`` was called. Kernels start with
-it, too, by the kernel spec in ``jupyter/data``; Jupyter's own would look for the kernel in the notebook's folder first.
-Once a kernel has started, this folder is the last one on `sys.path`: a notebook can import the modules next to it, and
-none of them hides a module that is installed. (Python finds an installed checkout after that; so amplab is imported
-before.) The lab's cell runs by itself only where there are no such modules.
+The server starts with ``-P``: it never imports from the folder in which ``amplab lab`` was called, and it starts no
+language server that it finds there. Kernels start with ``-P``, too, by the kernel spec in ``jupyter/data``; Jupyter's
+own would look for the kernel in the notebook's folder first. Once a kernel has started, this folder is the last one on
+`sys.path`: a notebook can import the modules next to it, and none of them hides a module that is installed. (Python
+finds an installed checkout after that; so amplab is imported before.) The lab's cell runs by itself only where there
+are no such modules.
 """
 
 import importlib.util
@@ -89,6 +90,8 @@ def plan_launch(
         "--LabApp.news_url=",
         "--LabApp.check_for_updates_class=jupyterlab.NeverCheckForUpdate",
         "--LabApp.extension_manager=readonly",
+        "--ServerApp.contents_manager_class=amplab.launch.contents.Contents",
+        "--LanguageServerManager.autodetect=False",  # it would run those in ./node_modules
         f"--LabApp.extra_labextensions_path={SETTINGS / 'labextensions'}",
         *([] if port is None else [f"--ServerApp.port={port}", "--ServerApp.port_retries=0"]),
         *([] if opens_browser else ["--no-browser"]),

@@ -4,28 +4,19 @@ The environment variable AMPLAB_PROGRESS names the file. Without it nothing is r
 `amplab lab --list` does not wait for torch.
 """
 
-import errno
 import json
 import os
 import tempfile
-import time
 import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager
 from datetime import date
 from pathlib import Path
 
-try:
-    import fcntl
-except ImportError:  # Windows
-    fcntl = None  # type: ignore[assignment]
+from amplab.lessons.locked_folder import locked
 
 __all__ = ["PROGRESS", "read_progress", "record_right"]
 
 PROGRESS = "AMPLAB_PROGRESS"
 """Environment variable of a kernel: the file of the progress."""
-
-_LOCK_SECONDS = 3.0  # of the other kernel, which writes a small file
 
 
 def record_right(name: str) -> None:
@@ -41,7 +32,7 @@ def record_right(name: str) -> None:
     if name in read_progress(path):
         return
     try:
-        with _alone(path.parent):
+        with locked(path.parent):  # of two kernels at once, one would lose what the other adds
             solved = {**_solved_so_far(path), name: date.today().isoformat()}
             _replace(path, json.dumps(solved, indent=1, sort_keys=True) + "\n")
     except OSError as error:
@@ -83,35 +74,6 @@ def _solved_so_far(path: Path) -> dict[str, str]:
         os.replace(path, aside)
         warnings.warn(f"{path} is damaged; it is kept as {aside.name}, and a new one begins.", stacklevel=3)
         return {}
-
-
-@contextmanager
-def _alone(folder: Path) -> Iterator[None]:
-    """Let other processes wait that change a file in `folder`: of two at once, one would lose what the other adds.
-
-    Raises OSError if another program, of whoever can read the folder, has locked it for `_LOCK_SECONDS`.
-    """
-    if fcntl is None:
-        yield
-        return
-    handle = os.open(folder, os.O_RDONLY)
-    try:
-        end = time.monotonic() + _LOCK_SECONDS
-        while not _is_locked_now(handle):
-            if time.monotonic() > end:
-                raise OSError(errno.EBUSY, "another program has locked the folder")
-            time.sleep(0.01)
-        yield
-    finally:
-        os.close(handle)
-
-
-def _is_locked_now(handle: int) -> bool:
-    try:
-        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    return True
 
 
 def _replace(path: Path, text: str) -> None:

@@ -253,3 +253,15 @@ def test_a_run_goes_on_where_the_shell_has_closed_its_streams(tmp_path):
     assert run.returncode == 0
     (log,) = tmp_path.glob("*.jsonl")
     assert len(load_run(log).history) == 3
+
+
+@pytest.mark.skipif(os.name != "posix", reason="pipes of POSIX")
+@pytest.mark.parametrize("words", [["lab", "--list"], ["doctor"]])
+def test_a_reader_that_has_closed_the_output_ends_a_command_quietly(words):
+    command = subprocess.Popen(
+        [sys.executable, "-m", "amplab", *words], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    command.stdout.close()  # before it writes, which takes longer than this
+    assert command.stderr.read() == ""
+    command.stderr.close()
+    assert command.wait() == 1

@@ -24,7 +24,7 @@ from amplab.launch import (
     lesson_table,
     lessons_directory,
 )
-from amplab.launch.lessons import unchanged_lessons
+from amplab.launch.lessons import lesson_names, unchanged_lessons
 from amplab.launch.trust import sign_lessons
 
 NAMES = ("00_the_lab", "03_loss_scale", "10_formats", "11_kernels")
@@ -141,6 +141,34 @@ def test_a_renewed_copy_keeps_the_work_under_another_name(shipped: Path, folder:
         assert (folder / new).read_text() == work
         assert (folder / old).read_bytes() == (shipped / old).read_bytes()
     assert len(list(folder.iterdir())) == len(NAMES) + 2
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="forks")
+@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
+def test_several_that_renew_at_once_lose_no_edited_lesson(tmp_path: Path) -> None:
+    shipped, folder = find_lessons(), tmp_path / "lessons"
+    copy_lessons(shipped, folder)
+    edited = set()
+    for number in range(12):
+        for name in lesson_names(shipped):
+            (folder / name).write_text(f"round {number}, {name}")
+            edited.add(f"round {number}, {name}")
+        children = []
+        for _ in range(4):
+            if (child := os.fork()) == 0:
+                try:
+                    copy_lessons(shipped, folder, renew=True)
+                    os._exit(0)
+                finally:
+                    os._exit(1)
+            children.append(child)
+        assert [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children] == [0] * 4
+    assert edited <= {path.read_text() for path in folder.rglob("*.ipynb")}
+
+
+def test_a_name_that_no_folder_can_have_is_said(shipped: Path, tmp_path: Path) -> None:
+    with pytest.raises(LaunchError, match="File name too long"):
+        copy_lessons(shipped, tmp_path / ("n" * 300))
 
 
 def test_a_read_only_installation_gives_copies_that_can_be_changed(shipped: Path, folder: Path) -> None:

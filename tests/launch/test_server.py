@@ -15,6 +15,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+import nbformat
 import psutil
 import pytest
 import torch
@@ -260,6 +261,44 @@ def test_no_code_of_the_working_folder_runs_but_kernels_import_files_next_to_a_n
         code = "import amplab, beside, torch; print(beside.VALUE, amplab.__version__, torch.__version__)"
         assert run_in_kernel(connection, code) == f"42 {amplab.__version__} {torch.__version__}\n"
     assert not (here / "executed").exists()
+
+
+WIDGETS = {"application/vnd.jupyter.widget-state+json": {"state": {}, "version_major": 2, "version_minor": 0}}
+
+
+@pytest.mark.skipif(os.name != "posix", reason="the server is stopped by a signal")
+def test_only_a_signed_notebook_comes_with_its_saved_widgets(tmp_path: Path) -> None:
+    """The page restores them when it opens, and the state of an anywidget is JavaScript."""
+    folder = tmp_path / "lessons"
+    folder.mkdir()
+    for name in ("own", "foreign"):
+        notebook = nbformat.v4.new_notebook(metadata={"widgets": WIDGETS, "name": name})
+        nbformat.write(notebook, folder / f"{name}.ipynb")
+    before = (folder / "foreign.ipynb").read_bytes()
+    imports = "from pathlib import Path; from amplab.launch import launch, plan_launch"
+    start = f"{imports}; launch(plan_launch(Path({str(folder / 'own.ipynb')!r})))"
+    with running_lab(tmp_path, ROOT, "-c", start) as address:
+        data = {"JUPYTER_DATA_DIR": str(tmp_path / "JUPYTER_DATA_DIR")}
+        trust = [sys.executable, "-m", "jupyter", "trust", str(folder / "own.ipynb")]
+        subprocess.run(trust, env={**os.environ, **data}, check=True, capture_output=True, timeout=60)
+        server, token = re.fullmatch(rf"({SERVER}:\d+)/.*\?token=(\w+)", address).groups()
+
+        def metadata(name: str) -> dict[str, object]:
+            return json.loads(fetch(f"{server}/api/contents/{name}.ipynb?token={token}"))["content"]["metadata"]
+
+        assert metadata("own") == {"widgets": WIDGETS, "name": "own"}
+        assert metadata("foreign") == {"name": "foreign"}
+    assert (folder / "foreign.ipynb").read_bytes() == before
+
+
+@pytest.mark.skipif(os.name != "posix", reason="the server is stopped by a signal")
+def test_no_language_server_of_the_working_folder_is_found(tmp_path: Path) -> None:
+    here = tmp_path / "here" / "node_modules" / "pyright"
+    here.mkdir(parents=True)
+    (here / "langserver.index.js").write_text("")
+    with running_lab(tmp_path, tmp_path / "here", "-m", "amplab", "lab", "--no-browser") as address:
+        server, token = re.fullmatch(rf"({SERVER}:\d+)/.*\?token=(\w+)", address).groups()
+        assert json.loads(fetch(f"{server}/lsp/status?token={token}"))["sessions"] == {}
 
 
 def run_in_kernel(connection: Path, code: str) -> str:

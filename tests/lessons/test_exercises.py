@@ -255,7 +255,7 @@ def test_a_pipe_in_place_of_the_file_is_not_waited_for(monkeypatch: pytest.Monke
 
 def test_a_folder_that_another_program_locks_is_a_warning(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     fcntl = pytest.importorskip("fcntl")
-    monkeypatch.setattr("amplab.lessons.progress._LOCK_SECONDS", 0.1)
+    monkeypatch.setattr("amplab.lessons.locked_folder._SECONDS", 0.1)
     monkeypatch.setenv(PROGRESS, str(tmp_path / "progress.json"))
     handle = os.open(tmp_path, os.O_RDONLY)
     fcntl.flock(handle, fcntl.LOCK_SH)
