@@ -288,6 +288,13 @@ def test_only_a_signed_notebook_comes_with_its_saved_widgets(tmp_path: Path) -> 
 
         assert metadata("own") == {"widgets": WIDGETS, "name": "own"}
         assert metadata("foreign") == {"name": "foreign"}
+        for name in ("own", "uploaded"):
+            sent = nbformat.v4.new_notebook(metadata={"widgets": WIDGETS, "name": f"saved {name}"})
+            body = json.dumps({"type": "notebook", "format": "json", "content": sent}).encode()
+            place = f"{server}/api/contents/{name}.ipynb?token={token}"
+            fetch(urllib.request.Request(place, data=body, method="PUT"))
+        assert metadata("own") == {"widgets": WIDGETS, "name": "saved own"}
+        assert metadata("uploaded") == {"name": "saved uploaded"}
     assert (folder / "foreign.ipynb").read_bytes() == before
 
 
