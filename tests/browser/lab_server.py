@@ -55,8 +55,7 @@ def running_server(folder: Path) -> Iterator[LabServer]:
             wait_until_ready(server, process, folder / "server.log")
             yield server
         finally:
-            process.send_signal(signal.SIGTERM)
-            process.wait(20)
+            _end(process)
 
 
 @contextmanager
@@ -72,8 +71,17 @@ def running_amplab_lab(folder: Path, *options: str) -> Iterator[LabServer]:
             wait_until_ready(server, process, folder / "server.log")
             yield server
         finally:
-            process.send_signal(signal.SIGTERM)
-            process.wait(20)
+            _end(process)
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    """End a server, with its kernels. Seldom a thread of anyio that JupyterLab started late keeps it from ending."""
+    process.send_signal(signal.SIGTERM)
+    try:
+        process.wait(20)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()
 
 
 def _command(server: LabServer) -> list[str]:
