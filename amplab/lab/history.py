@@ -258,8 +258,10 @@ class History:
     def __len__(self) -> int:
         """Return the number of steps."""
         with self._lock:
-            columns, pending = len(self._columns), len(self._pending)
-        return columns + pending
+            while True:
+                columns, pending = len(self._columns), len(self._pending)
+                if columns == len(self._columns):  # else a signal's handler has read the history in between
+                    return columns + pending
 
     def __repr__(self) -> str:
         """Return one line with the numbers."""

@@ -129,7 +129,7 @@ class RunStore:
 
     @property
     def step_count(self) -> int:
-        """The number of steps, and the number of the next one."""
+        """The number of steps, and the number of the next one; for the loop alone, since it finishes an append."""
         self._finish_append()
         return len(self.history)
 

@@ -315,7 +315,8 @@ class Watch:
 
     def findings(self) -> Findings:
         """Return the findings about the explained steps and the run, the most harmful first."""
-        found = (*run_findings(self.observation), *self._idle.findings(self._model, self._probe.kind, self._steps))
+        steps = len(self.history)
+        found = (*run_findings(self.observation), *self._idle.findings(self._model, self._probe.kind, steps))
         of_weights = (*nonfinite_buffers(self._model), *adam_on_half(self._model, self._optimizers))
         skips = [record.step for record in self.history.skips()]
         of_ranks, explained, compared = self._ranks.findings(self.observation)

@@ -4,11 +4,11 @@ The page restores the widgets that are saved in the metadata of a notebook as so
 the saved state of an anywidget is JavaScript, which can run code in a kernel. Jupyter's own trust covers outputs alone.
 """
 
-from pathlib import Path
 from typing import Any
 
 import nbformat
 from jupyter_server.services.contents.largefilemanager import AsyncLargeFileManager
+from jupyter_server.utils import ApiPath, to_os_path
 
 __all__ = ["Contents"]
 
@@ -34,7 +34,7 @@ class Contents(AsyncLargeFileManager):
     def _has_signed(self, path: str) -> bool:
         """Return whether there is a notebook at `path`, and it is signed."""
         try:
-            before = nbformat.read(Path(self._get_os_path(path)), as_version=4)  # type: ignore[no-untyped-call]
+            before = nbformat.read(to_os_path(ApiPath(path), self.root_dir), as_version=4)  # type: ignore[no-untyped-call]
         except Exception:  # noqa: BLE001  no file, or none that is a notebook: the save must go on
             return False
         return bool(self.notary.check_signature(before))  # type: ignore[no-untyped-call]

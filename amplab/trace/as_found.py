@@ -35,7 +35,7 @@ from amplab.policies.casting.thread_scopes import AUTOCAST_FLAG, THREAD
 from amplab.policies.signals import DeferredSignals
 from amplab.trace.dispatch_mode import DispatchMode, drop_ended
 
-__all__ = ["Undo", "end_blocks_of", "leaves_as_found", "remove_hook"]
+__all__ = ["Undo", "end_blocks_of", "leaves_as_found", "remove_hook", "remove_hooks_since"]
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -138,6 +138,13 @@ def remove_hook(hook: Callable[..., Any], hooks: dict[int, Any]) -> None:
     """Remove `hook` from the hooks that torch keeps by number, for which an interrupt may have lost the handle."""
     for number in [number for number, each in list(hooks.items()) if each is hook]:  # other threads change it, too
         del hooks[number]
+
+
+def remove_hooks_since(owner: nn.Module | torch.Tensor | Optimizer, number: int) -> None:
+    """Remove the hooks of `owner` from `number` on; torch numbers all hooks of a process in one sequence."""
+    for hooks in hooks_of(owner):
+        for each in [each for each in list(hooks) if isinstance(each, int) and each >= number]:
+            del hooks[each]
 
 
 def leaves_as_found(tool: Callable[P, R]) -> Callable[P, R]:
@@ -256,11 +263,9 @@ class _Found:
                 write(before)
 
     def _remove_hooks(self) -> None:
-        """Remove the hooks that were registered since; torch numbers all hooks of a process in one sequence."""
+        """Remove the hooks that were registered since."""
         for owner in _owners_of_hooks(self._given):
-            for hooks in hooks_of(owner):
-                for number in [number for number in hooks if isinstance(number, int) and number >= self._next_hook]:
-                    del hooks[number]
+            remove_hooks_since(owner, self._next_hook)
 
 
 def end_blocks_of(error: BaseException | None, handled: BaseException | None) -> None:

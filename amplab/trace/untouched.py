@@ -1,9 +1,9 @@
 """`untouched`: run a step on a model and restore everything that its forward and backward change.
 
 Restored: parameters, buffers and child modules (also those that forward adds, rebinds or removes), the values of
-parameters and buffers, `.grad` of every leaf, `requires_grad`, training flags, the random states of torch, its devices,
-Python and NumPy, and the optimizers that step in the block. Of the plain Python attributes of modules: their bindings,
-and the states of random generators among them.
+parameters and buffers, the class of each module, its hooks and those of its parameters, `.grad` of every leaf,
+`requires_grad`, training flags, the random states of torch, its devices, Python and NumPy, and the optimizers that step
+in the block. Of the plain Python attributes of modules: their bindings, and the states of random generators among them.
 
 Not restored: objects in plain attributes that forward changes in place (a list that grows, the elements of a tensor
 that is not a buffer), anything outside the modules, and a loss scale. Attributes of torch's own modules are not
@@ -23,10 +23,11 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import _global_optimizer_pre_hooks, register_optimizer_step_pre_hook
 from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils.hooks import RemovableHandle
 
 from amplab.amp.run_state.models_of_tools import MODELS_OF_TOOLS
 from amplab.parallel.ranks import on_this_rank_alone
-from amplab.trace.as_found import Undo
+from amplab.trace.as_found import Undo, remove_hooks_since
 from amplab.trace.random_states import random_states_kept, restorers
 
 __all__ = ["ParkedGradients", "before_untouched", "nodes_behind", "unchanged_optimizers", "unless_undone", "untouched"]
@@ -165,6 +166,7 @@ class _ModuleState(NamedTuple):
     """What one module itself owns: parameters, buffers, child modules, training flag and attributes."""
 
     module: nn.Module
+    kind: type[nn.Module]
     training: bool
     parameters: dict[str, Tensor | None]
     buffers: dict[str, Tensor | None]
@@ -172,6 +174,7 @@ class _ModuleState(NamedTuple):
     copies: tuple[_TensorCopy, ...]
     attributes: dict[str, Any] | None
     generators: tuple[Callable[[], object], ...]
+    next_hook: int
 
     @classmethod
     def of(cls, module: nn.Module) -> "_ModuleState":
@@ -180,10 +183,13 @@ class _ModuleState(NamedTuple):
         tensors = [tensor for tensor in (*parameters.values(), *buffers.values()) if tensor is not None]
         copies = tuple(_TensorCopy.of(tensor) for tensor in tensors)
         attributes = None if type(module).__module__.startswith("torch.") else dict(vars(module))
-        generators = restorers((attributes or {}).values())
-        return cls(module, module.training, parameters, buffers, children, copies, attributes, generators)
+        generators, hook = restorers((attributes or {}).values()), RemovableHandle.next_id
+        own = parameters, buffers, children, copies, attributes, generators
+        return cls(module, type(module), module.training, *own, hook)
 
     def restore(self) -> None:
+        if type(self.module) is not self.kind:  # as after a parametrization
+            self.module.__class__ = self.kind
         self.module.training = self.training
         if self.attributes is not None:
             _rebind(vars(self.module), self.attributes)
@@ -192,6 +198,12 @@ class _ModuleState(NamedTuple):
         _rebind(self.module._parameters, self.parameters)
         _rebind(self.module._buffers, self.buffers)
         _rebind(self.module._modules, self.children)
+        for name in self.parameters.keys() & vars(self.module).keys():
+            del vars(self.module)[name]  # which hides the parameter, as after `torch.nn.utils.weight_norm`
+        remove_hooks_since(self.module, self.next_hook)
+        for parameter in self.parameters.values():
+            if parameter is not None:
+                remove_hooks_since(parameter, self.next_hook)
         with _unseen_by_engines():
             for copy in self.copies:
                 copy.restore()

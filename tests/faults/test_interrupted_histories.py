@@ -9,7 +9,7 @@ from interrupts import interrupted_everywhere
 from torch import nn, ones, optim
 
 import amplab
-from amplab.lab import growing_columns, history, load_run
+from amplab.lab import growing_columns, history, load_run, run_store
 from amplab.lab.events import StepRecord
 from amplab.lab.history import History
 
@@ -102,6 +102,53 @@ def test_the_handler_of_a_signal_may_read_at_any_point(name):
     skips = len(range(0, STEPS, 7))
     assert set(counts) <= {(STEPS, skips), (STEPS + 1, skips)}
     assert len(counts) > 1
+
+
+def test_the_handler_of_a_signal_may_ask_for_findings_while_a_step_is_recorded(tmp_path):
+    model = nn.Linear(2, 1)
+    optimizer = optim.SGD(model.parameters(), lr=0.01)
+    files = {*FILES, run_store.__file__}
+    lengths = []
+
+    def signals(frame, event, _):
+        if frame.f_code.co_filename not in files:
+            return None
+        if event == "line":
+            signal.raise_signal(signal.SIGUSR1)
+        return signals
+
+    def ask(*_):
+        sys.settrace(None)
+        lengths.append(len(watch.history))
+        watch.findings()
+        str(watch)
+        sys.settrace(signals)
+
+    before, tracing = signal.signal(signal.SIGUSR1, ask), sys.gettrace()
+    try:
+        with amplab.watch(model, optimizer, log=tmp_path / "run.jsonl") as watch:
+            for step in range(258):
+                sys.settrace(signals if step in (0, 1, 255, 256) else None)
+                optimizer.zero_grad()
+                watch.loss(model(ones(1, 2)).sum()).backward()
+                optimizer.step()
+                sys.settrace(None)
+    finally:
+        sys.settrace(tracing)
+        signal.signal(signal.SIGUSR1, before)
+    assert set(lengths) <= set(range(258))
+    assert watch.history.column("step").tolist() == list(range(258))
+    assert load_run(watch.log_path).history.column("step").tolist() == list(range(258))
+    assert len([*tmp_path.glob("*.jsonl")]) == 1
+
+
+def test_another_thread_that_asks_for_findings_finishes_no_step_of_the_loop(tmp_path):
+    model = nn.Linear(2, 1)
+    with amplab.watch(model, optim.SGD(model.parameters(), lr=0.01), log=tmp_path / "run.jsonl") as watch:
+        watch._store._appending = history.row_of(record(0)), 0  # as while the thread of the loop records a step
+        in_a_thread(lambda: (watch.findings(), str(watch), repr(watch)))
+        assert len(watch.history) == 0
+        watch._store._appending = None
 
 
 def test_a_read_that_is_interrupted_in_a_watched_loop_leaves_a_log_that_loads(tmp_path):

@@ -191,6 +191,41 @@ def test_what_is_built_lazily_is_built_again():
     assert torch.equal(model(torch.ones(2)), first)
 
 
+REGISTERED = {
+    "weight_norm": torch.nn.utils.parametrizations.weight_norm,
+    "the older weight_norm": torch.nn.utils.weight_norm,
+    "a hook": lambda module: module.register_forward_hook(lambda *_: None),
+    "a hook of a parameter": lambda module: module.weight.register_hook(lambda gradient: gradient),
+    "another class": lambda module: setattr(module, "__class__", type("Mine", (nn.Linear,), {})),
+}
+
+
+@pytest.mark.filterwarnings("ignore:.*weight_norm.*:FutureWarning")
+@pytest.mark.parametrize("change", REGISTERED)
+def test_what_a_forward_registers_is_removed(change):
+    class Lazy(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner, self.is_built = nn.Linear(2, 2), False
+
+        def forward(self, x):
+            if not self.is_built:
+                REGISTERED[change](self.inner)
+                self.is_built = True
+            return self.inner(x)
+
+    model = Lazy()
+    gave = model.inner(torch.ones(2))
+    trace_step(model, lambda: model(torch.ones(2)).sum())
+    assert type(model.inner) is nn.Linear
+    assert model.inner._forward_hooks == model.inner._forward_pre_hooks == {}
+    assert not model.inner.weight._backward_hooks
+    assert torch.equal(model.inner(torch.ones(2)), gave)
+    model.inner.weight.detach().mul_(2)
+    assert not torch.equal(model.inner(torch.ones(2)), gave)
+    assert torch.isfinite(model(torch.ones(2))).all()
+
+
 CHANGED_PARTS = {
     "added": lambda model: model.append(nn.Tanh()),
     "another": lambda model: model.__setitem__(0, nn.Tanh()),
