@@ -19,7 +19,9 @@ _SECONDS = 3.0  # of the other process, which writes small files
 
 @contextmanager
 def locked(folder: Path) -> Iterator[None]:
-    """Let other processes wait that lock `folder`, which must exist, until the block ends. Windows has no such lock.
+    """Let other processes wait that lock `folder`, which must exist, until the block ends.
+
+    Without effect on Windows and on drives that have no such lock.
 
     Raises:
         OSError: another program, of whoever can read the folder, has locked it for 3 seconds.
@@ -44,4 +46,6 @@ def _is_locked_now(handle: int) -> bool:
         fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         return False
+    except OSError:  # a drive without such locks, as some of NFS: go on without one
+        return True
     return True
