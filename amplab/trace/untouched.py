@@ -163,7 +163,7 @@ class _TensorCopy(NamedTuple):
 
 
 class _ModuleState(NamedTuple):
-    """What one module itself owns: parameters, buffers, child modules, training flag and attributes."""
+    """What one module itself owns: parameters, buffers, child modules, training flag, attributes and hooks."""
 
     module: nn.Module
     kind: type[nn.Module]
@@ -183,9 +183,9 @@ class _ModuleState(NamedTuple):
         tensors = [tensor for tensor in (*parameters.values(), *buffers.values()) if tensor is not None]
         copies = tuple(_TensorCopy.of(tensor) for tensor in tensors)
         attributes = None if type(module).__module__.startswith("torch.") else dict(vars(module))
-        generators, hook = restorers((attributes or {}).values()), RemovableHandle.next_id
+        generators = restorers((attributes or {}).values())
         own = parameters, buffers, children, copies, attributes, generators
-        return cls(module, type(module), module.training, *own, hook)
+        return cls(module, type(module), module.training, *own, RemovableHandle.next_id)
 
     def restore(self) -> None:
         if type(self.module) is not self.kind:  # as after a parametrization
