@@ -8,6 +8,7 @@ declarations.
 """
 
 import argparse
+import errno
 import importlib
 import inspect
 import os
@@ -53,6 +54,8 @@ __all__ = ["main", "build_parser", "parse_count"]
 BAD_INPUT = 2
 INTERRUPTED = 130
 
+_FULL = (errno.ENOSPC, errno.EDQUOT)
+
 _LARGEST_COUNT = 10**9  # a billion steps of a millisecond take 12 days
 _MOST_PROCESSES = 1024
 
@@ -62,8 +65,8 @@ BENCH_SUITES = ("scaler", "casting", "kernels", "xray", "diagnose")
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command and return its exit status.
 
-    0; 1 if the reader of its output has closed it, as `| head` does; 2 for bad input (one sentence on stderr); 130 if
-    interrupted.
+    0; 1 if its output cannot be written, since the reader has closed it, as `| head` does, or the disk is full; 2 for
+    bad input (one sentence on stderr); 130 if interrupted.
 
     Args:
         arguments: the words after ``amplab``; None takes those of the process.
@@ -80,10 +83,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
         status = run(options)
         sys.stdout.flush()
         return status
-    except BrokenPipeError:
-        if not _is_closed_by_its_reader(sys.stdout):
+    except OSError as error:
+        is_closed = isinstance(error, BrokenPipeError) and _is_closed_by_its_reader(sys.stdout)
+        if not is_closed and error.errno not in _FULL:
             raise
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # where Python writes the rest at exit
+        if not is_closed:
+            refuse(options, ValueError(f"cannot write its output: {error.strerror}; free some space and call it again."))
         return 1
     except KeyboardInterrupt:
         _end_by_ctrl_c(is_own)  # without the traceback of what runs at exit

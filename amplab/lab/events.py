@@ -8,8 +8,8 @@ if there is one. `Publisher` calls the subscribers. All steps of a run are in `h
 
 from __future__ import annotations
 
+import itertools
 import math
-import threading
 import traceback
 from collections import deque
 from collections.abc import Callable
@@ -338,9 +338,8 @@ class Publisher:
     """
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._callbacks: dict[int, Callback] = {}
-        self._next_token = 0
+        self._callbacks: dict[int, Callback] = {}  # without a lock, on which a signal's handler could wait for itself
+        self._tokens = itertools.count()
         self._reported: dict[int, set[str]] = {}  # the exceptions of each callback
         self._failures: deque[Failed] = deque(maxlen=_FAILURES_KEPT)
 
@@ -355,10 +354,8 @@ class Publisher:
 
     def subscribe(self, callback: Callback) -> Callable[[], None]:
         """Call `callback` with every event from now on; return a function that ends this and may be called twice."""
-        with self._lock:
-            token = self._next_token
-            self._next_token += 1
-            self._callbacks = {**self._callbacks, token: callback}
+        token = next(self._tokens)
+        self._callbacks[token] = callback
         return lambda: self._unsubscribe(token)
 
     def publish(self, event: Event) -> None:
@@ -369,15 +366,14 @@ class Publisher:
         """
         if isinstance(event, Failed):
             self._failures.append(event)
-        for token, callback in self._callbacks.items():
+        for token, callback in list(self._callbacks.items()):
             try:
                 callback(event)
             except BaseException as error:  # noqa: BLE001 - whatever a subscriber raises, the run goes on
                 self._report(token, callback, event, error)
 
     def _unsubscribe(self, token: int) -> None:
-        with self._lock:
-            self._callbacks = {other: callback for other, callback in self._callbacks.items() if other != token}
+        self._callbacks.pop(token, None)
 
     def _report(self, token: int, callback: Callback, event: Event, error: BaseException) -> None:
         reported = self._reported.setdefault(token, set())

@@ -78,8 +78,8 @@ class ApexAlias:
             if finder in sys.meta_path:
                 sys.meta_path.remove(finder)
         if not any(isinstance(finder, _ApexFinder) for finder in sys.meta_path):
-            for name in [name for name in sys.modules if _is_apex(name)]:
-                del sys.modules[name]
+            for name in filter(_is_apex, list(sys.modules)):  # other threads import meanwhile
+                sys.modules.pop(name, None)
             for name in HOMES:
                 _forget(_own_name(name) if _is_apex(name) else name)
 

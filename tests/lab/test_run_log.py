@@ -400,6 +400,26 @@ def test_the_folder_is_named_by_the_environment(runs, monkeypatch):
     assert runs_directory() == Path.home() / ".amplab" / "runs"
 
 
+@pytest.mark.parametrize("name", ["../Net", "../../../../tmp/Net", "a/b", "/etc/Net", "Net\n\x1b[2J", "C:\\Net"])
+def test_a_class_name_does_not_lead_out_of_the_folder(runs, name):
+    log = new_path(runs, WatchedRun(name, "SGD", "torch"))
+    assert log.parent == runs
+    assert re.fullmatch(r"[\w.-]+", log.name)
+    assert log.name.endswith("-torch.jsonl")
+
+
+def test_a_loop_with_a_model_of_any_name_has_its_log_in_the_folder(runs):
+    model = type("../../Net", (torch.nn.Linear,), {})(4, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with amplab.watch(model, optimizer, log=runs) as w:
+        for _ in range(3):
+            optimizer.zero_grad()
+            model(torch.ones(2, 4)).sum().backward()
+            optimizer.step()
+    assert w.log_path.parent == runs
+    assert len(load_run(w.log_path).history) == 3
+
+
 TRAIN_FOR_EVER = """
 import sys, threading
 from amplab.lab import ExperimentConfig, Trainer

@@ -5,6 +5,7 @@ import importlib.metadata
 import importlib.util
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import pytest
@@ -74,6 +75,27 @@ def test_it_holds_until_undone_and_until_the_last_one_is():
     second.undo()
     second.undo()
     assert importlib.util.find_spec("apex") is None
+
+
+def test_undo_while_other_threads_import():
+    def import_for_ever():
+        while not ended.is_set():
+            for number in range(50):
+                sys.modules[f"other_{number}"] = amplab
+            for number in range(50):
+                del sys.modules[f"other_{number}"]
+
+    ended, before = threading.Event(), sys.getswitchinterval()
+    other = threading.Thread(target=import_for_ever)
+    other.start()
+    sys.setswitchinterval(1e-6)
+    try:
+        for _ in range(50):
+            amplab.as_apex().undo()
+    finally:
+        sys.setswitchinterval(before)
+        ended.set()
+        other.join()
 
 
 def test_those_who_look_for_an_installed_apex_find_one():

@@ -158,7 +158,7 @@ subscribe = _of_the_default_session(Session.subscribe)
 
 _REGISTERED, _PERMISSIONS = RegisteredFunctions(), Permissions()
 _PROGRAM = Session(_REGISTERED, _PERMISSIONS)
-_LOCK = threading.Lock()
+_LOCK = threading.RLock()  # a signal's handler may reset while its thread has it
 
 
 class _Owner:

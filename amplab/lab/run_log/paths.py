@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import tempfile
 from collections.abc import Callable
 from datetime import datetime
@@ -25,13 +26,16 @@ def runs_directory() -> Path:
 
 
 def new_path(directory: Path, config: ExperimentConfig | WatchedRun) -> Path:
-    """Return a free path in `directory`, named by the time, what is trained and how."""
+    """Return a free path in `directory`, named by the time, what is trained and how.
+
+    Code can make a class of any name, such as `../Net`: what could lead elsewhere or be misread in a name is a `-`.
+    """
     if isinstance(config, WatchedRun):
         what = f"{config.model}-{config.scaling}"
     else:
         what = f"{config.task}-{config.model}-{config.opt_level}"
-    name = f"{datetime.now():%Y%m%d-%H%M%S}-{short_name(what, 200)}.jsonl"
-    return free_path(directory / name)
+    name = short_name(re.sub(r"[^\w.-]", "-", what), 200)
+    return free_path(directory / f"{datetime.now():%Y%m%d-%H%M%S}-{name}.jsonl")
 
 
 def free_path(path: Path) -> Path:
