@@ -89,7 +89,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
             raise
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # where Python writes the rest at exit
         if not is_closed:
-            refuse(options, ValueError(f"cannot write its output: {error.strerror}; free some space and call it again."))
+            refuse(
+                options, ValueError(f"cannot write its output: {error.strerror}; free some space and call it again.")
+            )
         return 1
     except KeyboardInterrupt:
         _end_by_ctrl_c(is_own)  # without the traceback of what runs at exit

@@ -272,7 +272,11 @@ def test_a_reader_that_has_closed_the_output_ends_a_command_quietly(words):
 def test_a_full_disk_under_the_output_is_told_in_a_sentence(words):
     with open("/dev/full", "w") as full:
         run = subprocess.run(
-            [sys.executable, "-m", "amplab", *words.split()], stdout=full, stderr=subprocess.PIPE, text=True, check=False
+            [sys.executable, "-m", "amplab", *words.split()],
+            stdout=full,
+            stderr=subprocess.PIPE,
+            text=True,
+            check=False,
         )
     assert run.returncode == 1
     assert "cannot write its output: No space left on device" in run.stderr

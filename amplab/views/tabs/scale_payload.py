@@ -17,7 +17,7 @@ from amplab.amp import MemoryUse
 from amplab.display.numbers import count, percent, power
 from amplab.formats import FLOAT16
 from amplab.lab import GradientSample, History
-from amplab.lab.history import extreme_rows
+from amplab.lab.thinning import extreme_rows
 from amplab.scalers import PUBLISHED_RULES, DynamicScale, ScalePath, ScaleState, steps_lost
 
 __all__ = ["OWN", "FollowedScale", "ScaleSetting", "clean_steps", "dynamics", "own_rule", "what_if_payload"]
