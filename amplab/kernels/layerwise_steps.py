@@ -21,7 +21,7 @@ from torch import Tensor
 
 from amplab.kernels import builder
 from amplab.kernels.operators import define_operator
-from amplab.kernels.step_reference import StepLists, StepOperator, check_step, square_root, step_reference
+from amplab.kernels.step_reference import StepLists, check_step, square_root, step_reference
 
 __all__ = [
     "lamb_",
@@ -287,9 +287,7 @@ def _novograd_rule(
     return param - update * moments.lr, [exp_avg]
 
 
-_LAMB_OP: StepOperator = define_operator(
+_LAMB_OP = define_operator(
     "multi_tensor_lamb_", _LAMB, multi_tensor_lamb__reference, lambda *arguments: check_step(_lamb_lists(*arguments))
 )
-_NOVOGRAD_OP: StepOperator = define_operator(
-    "multi_tensor_novograd_", _NOVOGRAD, multi_tensor_novograd__reference, _check_novograd
-)
+_NOVOGRAD_OP = define_operator("multi_tensor_novograd_", _NOVOGRAD, multi_tensor_novograd__reference, _check_novograd)

@@ -19,7 +19,7 @@ def define_operator(
     reference: Callable[..., Any] | None = None,
     fake: Callable[..., Any] | None = None,
     vmap: Callable[..., Any] | None = None,
-) -> Any:
+) -> Callable[..., Any]:
     """Define ``amplab::name`` and return it.
 
     Args:
@@ -40,4 +40,5 @@ def define_operator(
         torch.library.register_fake(f"amplab::{name}", fake, lib=library)
     if vmap is not None:
         torch.library.register_vmap(f"amplab::{name}", vmap, lib=library)
-    return getattr(torch.ops.amplab, name).default
+    operator: Callable[..., Any] = getattr(torch.ops.amplab, name).default
+    return operator

@@ -17,11 +17,10 @@ from torch import Tensor
 
 from amplab.kernels.list_checks import Extent, check_apart, extent_of
 
-__all__ = ["StepLists", "StepOperator", "StepRule", "check_step", "square_root", "step_reference"]
+__all__ = ["StepLists", "StepRule", "check_step", "square_root", "step_reference"]
 
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
-StepOperator = Callable[..., None]
 # (grad, param, states, step) -> (param, states); step is () float64, 1 for the first, or None.
 StepRule = Callable[[Tensor, Tensor, Sequence[Tensor], Tensor | None], tuple[Tensor, Sequence[Tensor]]]
 

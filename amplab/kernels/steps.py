@@ -22,7 +22,7 @@ from torch import Tensor
 
 from amplab.kernels import builder
 from amplab.kernels.operators import define_operator
-from amplab.kernels.step_reference import StepLists, StepOperator, check_step, square_root, step_reference
+from amplab.kernels.step_reference import StepLists, check_step, square_root, step_reference
 
 __all__ = ["adam_", "multi_tensor_adam__reference", "multi_tensor_sgd__reference", "sgd_"]
 
@@ -273,9 +273,9 @@ def _corrections(lr: float, beta1: float, beta2: float, step: Tensor, dtype: tor
     return step_size.to(dtype), (1.0 - beta2**step).sqrt().reciprocal().to(dtype)
 
 
-_SGD_OP: StepOperator = define_operator(
+_SGD_OP = define_operator(
     "multi_tensor_sgd_", _SGD, multi_tensor_sgd__reference, lambda *arguments: check_step(_sgd_lists(*arguments)[0])
 )
-_ADAM_OP: StepOperator = define_operator(
+_ADAM_OP = define_operator(
     "multi_tensor_adam_", _ADAM, multi_tensor_adam__reference, lambda *arguments: check_step(_adam_lists(*arguments)[0])
 )

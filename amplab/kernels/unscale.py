@@ -20,7 +20,7 @@ PyTorch reference are here; ``unscale.cpp`` and ``unscale.cu`` hold the kernels 
 names, with the same bits. The argument checks are in ``list_checks.py``, the build is in ``builder``.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -44,7 +44,6 @@ _FOUND = "Tensor(c!)? norm=None, Tensor(d!)? norms=None, Tensor(e!)? first_bad=N
 _IN_PLACE = f"(Tensor(a!)[] tensors, Tensor(b!) found_inf, Tensor inv_scale, *, {_FOUND}) -> ()"
 _INTO_OUTPUTS = f"(Tensor[] inputs, Tensor(a!)[] outputs, Tensor(b!) found_inf, Tensor inv_scale, *, {_FOUND}) -> ()"
 _READ_ONLY = f"(Tensor[] tensors, Tensor(b!) found_inf, Tensor inv_scale, *, {_FOUND}) -> ()"
-_Operator = Callable[..., None]
 _NO_INDEX = torch.iinfo(torch.int64).max
 
 
@@ -320,19 +319,15 @@ def _check(
     check_measures(len(inputs), found_inf, norm, norms, first_bad)
 
 
-_UNSCALE: _Operator = define_operator(
+_UNSCALE = define_operator(
     "multi_tensor_unscale_",
     _IN_PLACE,
     multi_tensor_unscale__reference,
     lambda tensors, *scalars, **receivers: _check(tensors, tensors, *scalars, **receivers),
 )
-_UNSCALE_COPY: _Operator = define_operator(
-    "multi_tensor_unscale_copy", _INTO_OUTPUTS, multi_tensor_unscale_copy_reference, _check
-)
-_UNSCALE_ADD: _Operator = define_operator(
-    "multi_tensor_unscale_add", _INTO_OUTPUTS, multi_tensor_unscale_add_reference, _check
-)
-_NORM: _Operator = define_operator(
+_UNSCALE_COPY = define_operator("multi_tensor_unscale_copy", _INTO_OUTPUTS, multi_tensor_unscale_copy_reference, _check)
+_UNSCALE_ADD = define_operator("multi_tensor_unscale_add", _INTO_OUTPUTS, multi_tensor_unscale_add_reference, _check)
+_NORM = define_operator(
     "multi_tensor_norm",
     _READ_ONLY,
     multi_tensor_norm_reference,

@@ -412,7 +412,7 @@ class Session:
         user's modules are restored. Permissions are withdrawn. Afterwards `initialize` works at any level.
         Copies of the models do not change: at O1 they go on casting, at O2 and O3 their weights stay half.
 
-        Signals wait for its end. A call that fails is finished by the next one, which also undoes an interrupted
+        Signal handlers run after it. A call that fails is finished by the next one, which also undoes an interrupted
         `initialize`.
         """
         with DeferredSignals():

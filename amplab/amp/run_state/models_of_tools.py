@@ -19,7 +19,7 @@ def refuse_models_of_tools(models: Iterable[Module]) -> None:
     run = {part for model in list(MODELS_OF_TOOLS.values()) for part in model.modules()}
     if run and any(part in run for model in models for part in model.modules()):
         raise RuntimeError(
-            "model: got a model that a tool of amplab, such as xray or a watch's explanation of a skipped step, runs "
-            "now. Its values are not those of the run until the tool ends. In a signal's handler or another thread, "
-            "set a flag, and save where the loop reads it, between two steps."
+            "model: xray, or another tool that tries a step and undoes it, is running this model: its values are not "
+            "those of your run until the tool returns. In a signal handler or another thread, set a flag, and save "
+            "between two steps, where the loop reads the flag."
         )

@@ -104,7 +104,7 @@ class CastingEngine:
         """Cast in the calling thread until `uninstall`; does nothing if it is installed already.
 
         The mode is inserted at the bottom of the thread's stack, so that other modes that are open now can close in
-        their own order. Signals wait for the end, as in `uninstall`. Sync: none.
+        their own order. Signal handlers run after it, as after `uninstall`. Sync: none.
         """
         with DeferredSignals():
             THREAD.own.drop_ended()
@@ -117,7 +117,7 @@ class CastingEngine:
     def uninstall(self) -> None:
         """Undo `install` in the calling thread and clear the cache; does nothing if it is not installed.
 
-        Signals wait for its end: a mode that is half removed would still count as installed, and cast nothing.
+        Signal handlers run after it: a mode that is half removed would still count as installed, and cast nothing.
         """
         with DeferredSignals():
             THREAD.own.drop_ended()
