@@ -120,9 +120,9 @@ def test_a_run_of_20000_steps_is_replayed_without_holding_up_the_view(record) ->
         history.append(record(step, grad_exponent=float(exponent)))
     taken = []
     for _ in range(3):  # the machine may be busy
-        began = time.perf_counter()
+        began = time.thread_time()
         payload = what_if_payload(history, DynamicScale(growth_interval=50))
-        taken.append(time.perf_counter() - began)
+        taken.append(time.thread_time() - began)
     assert min(taken) < 0.1
     assert len(json.dumps(payload)) < 100_000
 
