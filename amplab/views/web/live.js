@@ -23,7 +23,7 @@ const FIGURES = [
   ["scale", "Loss scale", (s) => power(s.scale)],
   ["score", "Score", (s) => scoreText(s)],
   ["rate", "Steps/s", (s) => (s.rate === null ? "–" : integer(s.rate))],
-  ["memory", "Memory", (s) => (s.memory === null ? "–" : bytes(s.memory))],
+  ["memory", "Model memory", (s) => (s.memory === null ? "–" : bytes(s.memory))],
 ];
 
 /** The score on held-out data: a share in percent, anything else as a number. */
