@@ -153,6 +153,8 @@ class Checkpoints:
 
     def _replace(self, experiment: Experiment) -> None:
         with _guard:
+            if self._step < 0 and self.path.exists() and not _is_of_the_lab(self.path):
+                raise FileExistsError("the file there is none of the lab's, and stays as it is; move it elsewhere")
             _hold(self.log)
             experiment.save(self.path, {"log_bytes": self.log.stat().st_size, "saved": datetime.now().isoformat()})
             if self._step < 0:
@@ -236,12 +238,23 @@ def _newest_first(folder: Path, pattern: str) -> Iterator[Path]:
     yield from (path for _, path in sorted(dated, reverse=True))
 
 
+def _is_of_the_lab(path: Path) -> bool:
+    """Return whether a file is a checkpoint of the lab's; other programs give their files the same ending."""
+    try:
+        read_saved(path)
+    except (OSError, RunStateError):
+        return False
+    return True
+
+
 def _prune(folder: Path) -> None:
-    """Remove all checkpoints but the latest, and unlock the logs of runs without one."""
-    remove_partials(folder)
-    for path in list(_newest_first(folder, f"*{SUFFIX}"))[KEPT:]:
-        with suppress(OSError):
-            path.unlink()
+    """Remove all checkpoints but the latest, and unlock the logs of runs without one. Other files stay."""
+    remove_partials(folder, f"*{SUFFIX}")
+    beside_logs = [path for path in _newest_first(folder, f"*{SUFFIX}") if path.with_suffix(".jsonl").is_file()]
+    for path in beside_logs[KEPT:]:
+        if _is_of_the_lab(path):
+            with suppress(OSError):
+                path.unlink()
     for log in [log for log in _held if not os.path.exists(log.with_suffix(SUFFIX))]:
         os.close(_held.pop(log))
 

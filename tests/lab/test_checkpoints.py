@@ -192,6 +192,34 @@ def test_the_number_of_checkpoints_is_bounded_and_they_cost_little(tmp_path: Pat
     assert max(path.stat().st_size for path in tmp_path.glob("*.checkpoint")) < 100_000
 
 
+def test_files_of_others_with_the_same_endings_stay(tmp_path: Path) -> None:
+    others = [f"epoch-{number}.checkpoint" for number in range(KEPT + 3)] + [".precious.3f2a.partial", ".x.1.partial"]
+    for name in [*others, *(f"epoch-{number}.jsonl" for number in range(KEPT + 3))]:
+        (tmp_path / name).write_text("of the user")
+        os.utime(tmp_path / name, (0, 0))
+    for _ in range(KEPT + 2):
+        trainer = Trainer(SMALL, log=tmp_path)
+        trainer.run(1)
+        trainer.stop()
+        assert trainer.wait(10)
+    assert {(tmp_path / name).read_text() for name in others} == {"of the user"}
+
+
+def test_a_checkpoint_does_not_replace_a_file_of_others(tmp_path: Path, listen) -> None:
+    other = tmp_path / "run.checkpoint"
+    torch.save({"weights": torch.ones(3)}, other)
+    before = other.read_bytes()
+    trainer = Trainer(SMALL, log=tmp_path / "run.jsonl")
+    ear = listen(trainer)
+    trainer.run(3)
+    trainer.stop()
+    assert trainer.wait(10)
+    assert other.read_bytes() == before
+    (failed,) = ear.of(Failed)
+    assert "the file there is none of the lab's, and stays as it is; move it elsewhere" in failed.text
+    assert len(load_run(tmp_path / "run.jsonl").history) == 3
+
+
 def test_a_damaged_checkpoint_is_a_sentence_and_the_run_goes_on(tmp_path: Path, listen) -> None:
     trainer = Trainer(SMALL, log=tmp_path)
     trainer.run(2)

@@ -47,6 +47,7 @@ FORMAT = 1
 """Version of the file format, the value of "amplab_run_state"."""
 
 _MARK = "amplab_run_state"
+_DIGITS = 8  # hexadecimal, in the name of a file that is being written
 _PLAIN = (Tensor, Parameter, torch.Size, torch.dtype, torch.device, type(None), bool, int, float, str, bytes)
 _SEQUENCES = (list, tuple)
 _MAPPINGS = (dict, OrderedDict)
@@ -247,7 +248,7 @@ def write_atomically(path: Path, write: Callable[[BinaryIO], object]) -> None:
     folder = path.parent
     if not folder.is_dir():
         raise FileNotFoundError(f"the folder {folder} of {path.name} does not exist; create it first.")
-    remove_partials(folder, path.name)
+    remove_partials(folder, glob.escape(short_name(path.name)))
     with _disk_errors_named(path), _new_partial(path) as (partial, file):
         write(file)
         file.flush()
@@ -264,7 +265,7 @@ def write_atomically(path: Path, write: Callable[[BinaryIO], object]) -> None:
 def _new_partial(path: Path) -> Iterator[tuple[Path, BinaryIO]]:
     """Give a new hidden file beside ``path``, open and locked; it is removed if the block raises."""
     while True:
-        partial = path.with_name(f".{short_name(path.name)}.{secrets.token_hex(4)}.partial")
+        partial = path.with_name(f".{short_name(path.name)}.{secrets.token_hex(_DIGITS // 2)}.partial")
         try:
             with partial.open("xb") as file:
                 if _is_mine(file, partial):
@@ -286,14 +287,14 @@ def _is_mine(file: BinaryIO, partial: Path) -> bool:
         return True
 
 
-def remove_partials(folder: Path, name: str = "*") -> None:
+def remove_partials(folder: Path, pattern: str) -> None:
     """Remove what killed processes have left of files in a folder; what a process still writes is locked, and stays.
 
     Args:
         folder: the folder.
-        name: of the files, or "*" for all; other characters stand for themselves.
+        pattern: of the names of the files, as `Path.glob` takes it.
     """
-    for partial in folder.glob(f".{name if name == '*' else glob.escape(short_name(name))}.*.partial"):
+    for partial in folder.glob(f".{pattern}.{'[0-9a-f]' * _DIGITS}.partial"):
         if special_kind(partial):
             continue
         with contextlib.suppress(OSError), partial.open("rb") as file:

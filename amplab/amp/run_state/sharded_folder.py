@@ -9,6 +9,7 @@ renames, PATH.previous, which is then read.
 """
 
 import os
+import re
 import shutil
 import warnings
 from collections import OrderedDict
@@ -31,6 +32,7 @@ from amplab.scalers import is_sharded
 __all__ = ["has_shards", "is_run_folder", "on_every_rank", "rank_file", "read_shards", "tensors_of", "write_run_folder"]
 
 Value = TypeVar("Value")
+_OF_A_RUN = re.compile(r"\.metadata|.*\.distcp|rank_\d+\.pt")
 _Place = tuple[Any, ...]
 """The keys and indices that lead to a tensor: ("optimizers", 0, "state", "state", 3, "exp_avg")."""
 
@@ -177,8 +179,21 @@ def _present(path: Path) -> Path:
 def _make_folder(path: Path, partial: Path) -> None:
     if path.exists() and not path.is_dir():
         raise OSError(f"{path} is a file, and a sharded run is saved as a folder; give the path of a folder.")
+    for replaced in (path, _previous(path)):
+        if other := _not_of_a_run(replaced):
+            raise OSError(
+                f"{replaced} holds {other}, which save_run_state has not written, and a save replaces the folder; give "
+                "the path of a new folder, or move what else is in this one."
+            )
     _remove(partial)
     partial.mkdir()
+
+
+def _not_of_a_run(folder: Path) -> str:
+    """Return the first thing in a folder that `write_run_folder` has not written there, "" if there is none."""
+    names = sorted(each.name for each in folder.iterdir()) if folder.is_dir() else []
+    is_run = _name(0) in names  # torch.distributed.checkpoint names its files as in a run
+    return next((name for name in names if not is_run or not _OF_A_RUN.fullmatch(name)), "")
 
 
 def _put_in_place(path: Path, partial: Path) -> None:

@@ -83,6 +83,7 @@ def saves_and_continues(rank, folder):
         torch.save(saved, folder / f"{name}_{rank}.pt")
     found["apex"] = apex(folder / "apex", rank)
     found["refused"] = refused(folder)
+    found["others"] = others_folders(folder / "others")
     found["kept"] = position_after_two_failed_renames(rank, folder)
     found["stopped"] = [after_an_error_of_one_rank(rank, folder, error) for error in (KeyboardInterrupt, OSError)]
     return found
@@ -133,6 +134,35 @@ def refused(folder):
         except (amp.RunStateError, OSError) as error:
             messages.append(f"{type(error).__name__}: {error}")
     return messages, equal(before, bits(model, optimizer, scaler)), (folder / "bad").exists()
+
+
+OTHERS = {
+    "a user's folder": ("run", "notes.txt"),
+    "one in place of a previous run": ("run.previous", "notes.txt"),
+    "a checkpoint of torch": ("run", ".metadata"),
+    "a saved run with a file of the user's": ("run", "config.json"),
+}
+
+
+def others_folders(folder):
+    """Save where each of `OTHERS` is; return what is raised, and whether the file is still there."""
+    model, _, _ = new_run("SGD")
+    found = {}
+    for number, (what, (name, file)) in enumerate(OTHERS.items()):
+        path = folder / str(number) / "run"
+        other = path.with_name(name) / file
+        if dist.get_rank() == 0:
+            other.parent.mkdir(parents=True)
+        dist.barrier()
+        if file == "config.json":
+            amp.save_run_state(path, model=model)
+        if dist.get_rank() == 0:
+            other.write_text("of the user")
+        dist.barrier()
+        with pytest.raises((OSError, amp.RunStateError)) as info:
+            amp.save_run_state(path, model=model)
+        found[what] = str(info.value), other.read_text()
+    return found
 
 
 def position_after_two_failed_renames(rank, folder):
@@ -212,6 +242,14 @@ def test_what_does_not_fit_is_refused_on_every_rank(saved):
         assert ("rank 1" in bad) == (rank == 0)
         assert unchanged
         assert not exists
+
+
+@pytest.mark.parametrize("what", OTHERS)
+def test_a_folder_with_something_else_is_not_replaced(saved, what):
+    for each in saved:
+        message, text = each["others"][what]
+        assert f"holds {OTHERS[what][1]}, which save_run_state has not written" in message
+        assert text == "of the user"
 
 
 def test_a_save_keeps_the_folder_of_an_interrupted_rename_until_its_own_is_in_place(saved):
