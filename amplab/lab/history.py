@@ -11,9 +11,7 @@ and of the steps with several scales the last `MOST_MIXED`; the run log has all.
 from __future__ import annotations
 
 import math
-import os
 import threading
-import weakref
 from bisect import bisect_left, bisect_right
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -28,6 +26,7 @@ from amplab.diagnose import ScaleHistory, WhatIf, WhatIfs, what_if, what_ifs
 from amplab.formats import FLOAT16, FloatFormat
 from amplab.lab.changes import RunChange
 from amplab.lab.events import GradientSample, MixedScales, StepRecord, StepRow
+from amplab.lab.fork_locks import LockOrder, hold_over_forks
 from amplab.lab.growing_columns import GrowingColumns
 from amplab.lab.levels import LEVELS
 from amplab.lab.skip_explanation import SkipExplanation
@@ -134,7 +133,7 @@ class History:
         self._explanations: dict[int, SkipExplanation] = {}
         self._last: StepRow | None = None
         self._last_score: float | None = None
-        _HISTORIES.add(self)
+        hold_over_forks(self._lock, LockOrder.HISTORY)
 
     def append(self, record: StepRecord) -> None:
         """Add the next step."""
@@ -486,25 +485,3 @@ class History:
         for name in _UNMEASURED:
             values[name] = [None if math.isnan(value) else value for value in values[name]]
         return list(zip(*values.values(), strict=True))
-
-
-# Forks: a history that another thread reads or fills would stay locked in the child.
-
-_HISTORIES: weakref.WeakSet[History] = weakref.WeakSet()
-_held: list[History] = []  # by the thread that forks
-
-
-def _hold_all() -> None:
-    histories = sorted(_HISTORIES, key=id)  # in one order, or two threads that fork could wait for each other
-    for each in histories:
-        each._lock.acquire()
-    _held[:] = histories
-
-
-def _release_all() -> None:
-    while _held:
-        _held.pop()._lock.release()
-
-
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(before=_hold_all, after_in_parent=_release_all, after_in_child=_release_all)

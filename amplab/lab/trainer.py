@@ -566,6 +566,7 @@ class Trainer:
         _check_steps(steps)
         try:
             with self._lock:
+                self._worker.refuse_at_end()
                 if self._state == "running":
                     raise RuntimeError(f"run({steps}): the experiment is running already; call pause() first.")
                 end = self._steps_made + steps

@@ -12,6 +12,7 @@ Ctrl-C in a call of the worker leaves the lock free and the queue whole: the nex
 from __future__ import annotations
 
 import math
+import os
 import threading
 import time
 import traceback
@@ -21,6 +22,8 @@ from concurrent.futures import Future
 from typing import TypeVar
 
 import torch
+
+from amplab.lab.fork_locks import LockOrder, hold_over_forks
 
 __all__ = ["Worker"]
 
@@ -54,6 +57,7 @@ class Worker:
         seconds_left: Callable[[], float] = lambda: 0.0,
     ) -> None:
         self.lock = threading.RLock()  # `with` of a Condition is Python code, in which Ctrl-C leaves the lock taken
+        hold_over_forks(self.lock, LockOrder.WORKER)
         self._news = threading.Condition(self.lock)
         self._step = step
         self._is_wanted = is_wanted
@@ -61,11 +65,17 @@ class Worker:
         self._on_error = on_error
         self._queue: deque[Callable[[], None]] = deque()
         self._busy = self._has_ended = False
+        self._process = os.getpid()
         self._thread: threading.Thread | None = None
         self._claim = threading.Lock()  # taken by the one thread that works
 
     def post(self, command: Callable[[], None]) -> None:
-        """Queue `command` for the next step boundary, which is now if nothing runs; callable from any thread."""
+        """Queue `command` for the next step boundary, which is now if nothing runs; callable from any thread.
+
+        Raises:
+            RuntimeError: In a forked process.
+        """
+        self._refuse_in_fork()
         with self.lock:
             if not self._has_ended:
                 self._queue.append(command)
@@ -103,14 +113,27 @@ class Worker:
         self.wait(timeout)
 
     def refuse_at_end(self) -> None:
-        """Raise a RuntimeError if the worker has ended."""
+        """Raise a RuntimeError if the worker has ended, or in a forked process."""
+        self._refuse_in_fork()
         if self._has_ended:
             raise RuntimeError("Python ends, and the trainer has ended: train and ask before the end of the program.")
+
+    def _refuse_in_fork(self) -> None:
+        if self._is_forked():
+            raise RuntimeError(
+                "this process was forked from the one that the trainer trains in, and has none of its threads: make a "
+                "Trainer in this process. The history can be read."
+            )
+
+    def _is_forked(self) -> bool:
+        return os.getpid() != self._process
 
     def _has_thread(self) -> bool:
         return self._thread is not None and self._thread.is_alive()
 
     def _is_at_work(self) -> bool:
+        if self._is_forked():
+            return False
         with self.lock:
             return self._busy or bool(self._queue) or self._wants_step()
 
@@ -121,7 +144,7 @@ class Worker:
         """Call `question` at the next step boundary and return its answer, or raise what it raises.
 
         Raises:
-            RuntimeError: The worker has ended.
+            RuntimeError: The worker has ended; in a forked process.
         """
         if threading.current_thread() is self._thread:
             return question()

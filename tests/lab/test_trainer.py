@@ -458,3 +458,45 @@ trainer.stop()
         [sys.executable, "-W", "ignore", "-c", code], capture_output=True, text=True, timeout=100, check=True
     )
     assert float(done.stdout) < 2
+
+
+IN_FORKS = """
+import os, signal
+from amplab.lab import ExperimentConfig, Trainer
+trainer = Trainer(ExperimentConfig(hidden=16), log={log!r})
+calls = {{
+    "run": lambda: trainer.run(1), "step": trainer.step, "start": trainer.start, "score": trainer.score,
+    "reset": trainer.reset, "stop": trainer.stop, "trace": trainer.trace, "change": lambda: trainer.change(lr=0.2),
+}}
+trainer.run(3)
+if {training}:
+    trainer.start()
+for name, call in calls.items():
+    for _ in range({tries}):
+        if (child := os.fork()) == 0:
+            signal.alarm(20)  # which ends a child that hangs
+            try:
+                call()
+                print(name, "went on in a fork", flush=True)
+            except RuntimeError as refusal:
+                if "forked from the one that the trainer trains in" not in str(refusal):
+                    print(name, refusal, flush=True)
+            trainer.state, trainer.wait(), len(trainer.history)
+            assert Trainer(ExperimentConfig(hidden=16)).run(1).last.step == 0
+            os._exit(0)
+        if status := os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]):
+            print(name, "ended with", status, flush=True)
+trainer.pause()
+print(len(trainer.run(2)) >= 5)
+trainer.stop()
+"""
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="forks")
+@pytest.mark.parametrize(("training", "tries"), [(False, 1), (True, 3)])
+def test_a_forked_process_is_told_that_the_trainer_is_in_the_other_one(tmp_path, training, tries):
+    code = IN_FORKS.format(log=str(tmp_path), training=training, tries=tries)
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", code], capture_output=True, text=True, timeout=200, check=False
+    )
+    assert (done.stdout, done.returncode) == ("True\n", 0), done.stderr
