@@ -259,6 +259,18 @@ def _prune(folder: Path) -> None:
         os.close(_held.pop(log))
 
 
+def _guard_anew() -> None:
+    """In a forked process: the thread that had the guard is not there, and the logs are the other process's."""
+    global _guard  # noqa: PLW0603
+    _guard = threading.Lock()
+    while _held:
+        os.close(_held.popitem()[1])
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_guard_anew)
+
+
 def _hold(log: Path) -> None:
     """Lock a log until this process ends, in whatever way."""
     if log not in _held:

@@ -1,4 +1,4 @@
-"""`modules_beside`: the Python modules that a kernel can import from the folder of its notebook."""
+"""`modules_beside`: what a kernel can import, without a cell that does, from the folder of its notebook."""
 
 import os
 import pkgutil
@@ -7,18 +7,20 @@ from collections import deque
 __all__ = ["modules_beside"]
 
 _MOST_FOLDERS = 2000
+_DISTRIBUTIONS = (".dist-info", ".egg-info")
 
 
 def modules_beside(folder: str = ".") -> list[str]:
     """Return the names of modules and packages in `folder`, and in the folders inside, which Python imports from, too.
 
-    A folder without ``__init__.py`` is a namespace package. Past `_MOST_FOLDERS` folders the search ends, and "…"
-    stands for what may be in the others.
+    A folder without ``__init__.py`` is a namespace package. The metadata of distributions counts, too: importing torch
+    loads the objects that their entry points name, such as a debugger, which reads commands from its folder. Past
+    `_MOST_FOLDERS` folders the search ends, and "…" stands for what may be in the others.
 
     >>> modules_beside(os.path.dirname(__file__))[:1]
     ['beside']
     """
-    found: list[str] = []
+    found = _distributions(folder)
     seen: set[str] = set()  # a link may lead back
     waiting = deque([(folder, "")])
     while waiting:
@@ -32,6 +34,14 @@ def modules_beside(folder: str = ".") -> list[str]:
         found += sorted(f"{prefix}{each.name}" for each in pkgutil.iter_modules([here]))
         waiting += [(os.path.join(here, name), f"{prefix}{name}.") for name in _folders(here)]
     return found
+
+
+def _distributions(folder: str) -> list[str]:
+    """Return the names of the metadata of distributions in `folder`."""
+    try:
+        return sorted(name for name in os.listdir(folder) if name.lower().endswith(_DISTRIBUTIONS))
+    except OSError:
+        return []
 
 
 def _folders(folder: str) -> list[str]:

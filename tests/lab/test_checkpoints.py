@@ -5,6 +5,7 @@ import resource
 import signal
 import subprocess
 import sys
+import threading
 import time
 from dataclasses import replace
 from datetime import datetime
@@ -218,6 +219,38 @@ def test_a_checkpoint_does_not_replace_a_file_of_others(tmp_path: Path, listen) 
     (failed,) = ear.of(Failed)
     assert "the file there is none of the lab's, and stays as it is; move it elsewhere" in failed.text
     assert len(load_run(tmp_path / "run.jsonl").history) == 3
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="forks")
+@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
+def test_a_forked_process_writes_checkpoints_of_its_own_while_another_thread_writes_one(tmp_path: Path) -> None:
+    trainer = Trainer(SMALL, log=tmp_path)
+    trainer.run(1)
+    taken, free = threading.Event(), threading.Event()
+
+    def write_for_long() -> None:
+        with checkpoints._guard:
+            taken.set()
+            free.wait(60)
+
+    writer = threading.Thread(target=write_for_long)
+    writer.start()
+    assert taken.wait(60)
+    if (child := os.fork()) == 0:
+        signal.signal(signal.SIGALRM, signal.SIG_DFL)
+        signal.alarm(20)  # which ends a child that hangs
+        of_parent = list(checkpoints._held)
+        own = Trainer(SMALL, log=tmp_path)
+        own.run(1)
+        own.stop()
+        own.wait()
+        os._exit(len(of_parent))
+    status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    free.set()
+    writer.join()
+    trainer.stop()
+    assert status == 0
+    assert len(list(tmp_path.glob("*.checkpoint"))) == 2
 
 
 def test_a_damaged_checkpoint_is_a_sentence_and_the_run_goes_on(tmp_path: Path, listen) -> None:

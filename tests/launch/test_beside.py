@@ -31,6 +31,20 @@ def test_what_can_be_imported_is_found(tmp_path, path, name):
         subprocess.run([sys.executable, "-P", "-c", code], check=True)
 
 
+@pytest.mark.parametrize("ending", ["dist-info", "egg-info", "Dist-Info"])
+def test_the_metadata_of_a_distribution_is_found_since_importing_torch_runs_what_it_names(tmp_path, ending):
+    metadata = tmp_path / f"x-1.0.{ending}"
+    metadata.mkdir()
+    (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: x\nVersion: 1.0\n")
+    (metadata / "PKG-INFO").write_text("Metadata-Version: 2.1\nName: x\nVersion: 1.0\n")
+    (metadata / "entry_points.txt").write_text("[torch.backends]\nx = os:abort\n")
+    run = subprocess.run(
+        [sys.executable, "-P", "-c", "import sys; sys.path.append(''); import torch"], cwd=tmp_path, check=False
+    )
+    assert run.returncode != 0
+    assert modules_beside(str(tmp_path)) == [metadata.name]
+
+
 def test_a_folder_that_no_import_can_name_is_not_searched(tmp_path):
     (tmp_path / "my-code").mkdir()
     (tmp_path / "my-code" / "code.py").touch()

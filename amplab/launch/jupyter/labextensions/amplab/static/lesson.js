@@ -42,7 +42,7 @@
     line.className = "amplab-not-opened";
     line.setAttribute("role", "status");
     const names = modules.slice(0, 5).join(", ") + (modules.length > 5 ? ` and ${modules.length - 5} more` : "");
-    line.textContent = `The lab did not start by itself: this folder holds Python modules (${names}), which the cell may import. `
+    line.textContent = `The lab did not start by itself: this folder holds Python modules or packages (${names}), which the cell may import. `
       + "If you trust them, click into this cell and press Shift+Enter.";
     cell.node.querySelector(".jp-Cell-outputWrapper").before(line);
     cell.model.stateChanged.connect((_, { name }) => { if (name === "executionCount" || name === "executionState") line.remove(); });
