@@ -146,7 +146,7 @@ class _Peaks(DispatchMode):
     def run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         usual = _all_usual(args)  # before an op in place writes
         result = func(*args, **kwargs)
-        if isinstance(result, Tensor) and result.dtype == torch.float16 and result.numel() and not func.is_view:
+        if _is_dense(result) and result.dtype == torch.float16 and result.numel() and not func.is_view:
             in_backward = torch._C._current_autograd_node() is not None
             size = result.detach().abs().float()
             # inf and 65504 itself are what masks are filled with
@@ -163,10 +163,14 @@ def _all_usual(args: tuple[Any, ...]) -> Tensor | None:
     """
     if not all(abs(each) < _MASK for each in args if isinstance(each, int | float)):
         return None
-    tensors = [each for each in args if isinstance(each, Tensor) and each.is_floating_point() and each.numel()]
+    tensors = [each for each in args if _is_dense(each) and each.is_floating_point() and each.numel()]
     for each in args:
-        tensors += [one for one in each if isinstance(one, Tensor)] if isinstance(each, list | tuple) else []
+        tensors += [one for one in each if _is_dense(one)] if isinstance(each, list | tuple) else []
     return torch.stack([(each.detach().abs() < _MASK).all() for each in tensors]).all() if tensors else None
+
+
+def _is_dense(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.layout is torch.strided
 
 
 _MASK = 1e30

@@ -34,6 +34,7 @@ from amplab.trace.argument_checks import accepts, check_gradients_on
 from amplab.trace.as_found import leaves_as_found
 from amplab.trace.handed_step import Loss, handed_step, shows_calls
 from amplab.trace.random_states import seed_all
+from amplab.trace.tensor_copies import write_value
 from amplab.trace.untouched import untouched
 
 __all__ = ["twin"]
@@ -193,7 +194,7 @@ class _Side:
                 return outcome
             self.scale_cuts += 1
             for buffer, value in buffers:  # so that BatchNorm counts the batch once
-                buffer.copy_(value)
+                write_value(buffer, value)
 
     def _step(self, batch: Any) -> TrialStep:
         self.seen = {}

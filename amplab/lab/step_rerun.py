@@ -22,6 +22,7 @@ from amplab.policies.nested_tensors import tensors_in
 from amplab.trace.as_found import Undo, leaves_as_found, remove_hook
 from amplab.trace.handed_step import Loss, Scaler
 from amplab.trace.modules import UncopiedHook
+from amplab.trace.tensor_copies import write_value
 from amplab.trace.untouched import unless_undone
 
 __all__ = ["CannotRunAgain", "NeedsOtherRanks", "StepBeginning", "StepRerun"]
@@ -124,8 +125,8 @@ class StepRerun:
         """Keep the batches of another step, and give the buffers the values that they had at its beginning."""
         self._begun = deque(beginning.begun, maxlen=_BATCHES)
         for each, buffer, value in zip(self._kept, self._buffers, beginning.buffers, strict=True):
-            each.copy_(value)
-            buffer.copy_(value)
+            write_value(each, value)
+            write_value(buffer, value)
         self.is_possible = bool(beginning.begun)
 
     @leaves_as_found
@@ -196,7 +197,7 @@ class StepRerun:
         if len(random) > 1:
             torch.cuda.set_rng_state_all(random[1:])
         for buffer, value in zip(self._buffers, buffers, strict=True):
-            buffer.copy_(value)
+            write_value(buffer, value)
 
 
 def _see_autocast(seen: list[bool], model: nn.Module, _args: object) -> None:

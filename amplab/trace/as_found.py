@@ -35,7 +35,7 @@ from amplab.policies.casting.thread_scopes import AUTOCAST_FLAG, THREAD
 from amplab.policies.signals import DeferredSignals
 from amplab.trace.dispatch_mode import DispatchMode, drop_ended
 
-__all__ = ["Undo", "end_blocks_of", "leaves_as_found", "remove_hook", "remove_hooks_since"]
+__all__ = ["Undo", "end_blocks_of", "leaves_as_found", "rebind", "remove_hook", "remove_hooks_since"]
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -357,3 +357,15 @@ def _owners_of_hooks(values: Iterable[Any]) -> Iterator[nn.Module | torch.Tensor
             yield from _owners_of_hooks(value)
         elif isinstance(value, Mapping):
             yield from _owners_of_hooks(value.values())
+
+
+def rebind(owned: dict[Any, Any], before: dict[Any, Any]) -> None:
+    """Let a dict hold what it held before, in the same order."""
+    for name in owned.keys() - before.keys():
+        del owned[name]
+    owned.update(before)
+    if any(
+        key is not place for key, place in zip(owned, before, strict=True)
+    ):  # the parts of a Sequential have an order
+        for name in before:
+            owned[name] = owned.pop(name)

@@ -8,29 +8,26 @@ in the block. Of the plain Python attributes of modules: their bindings, and the
 Not restored: objects in plain attributes that forward changes in place (a list that grows, the elements of a tensor
 that is not a buffer), anything outside the modules, and a loss scale. Attributes of torch's own modules are not
 touched: they hold no state, or, in wrappers such as DDP and FSDP, what may be set up only once.
-
-Reference: torch.optim.optimizer.register_optimizer_step_pre_hook.
 """
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial, wraps
-from threading import get_ident, local
+from threading import local
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.optim import Optimizer
-from torch.optim.optimizer import _global_optimizer_pre_hooks, register_optimizer_step_pre_hook
-from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils.hooks import RemovableHandle
 
 from amplab.amp.run_state.models_of_tools import MODELS_OF_TOOLS
 from amplab.parallel.ranks import on_this_rank_alone
-from amplab.trace.as_found import Undo, remove_hooks_since
+from amplab.trace.as_found import Undo, rebind, remove_hooks_since
+from amplab.trace.optimizer_states import unchanged_optimizers
 from amplab.trace.random_states import random_states_kept, restorers
+from amplab.trace.tensor_copies import TensorCopy, restore_all
 
-__all__ = ["ParkedGradients", "before_untouched", "nodes_behind", "unchanged_optimizers", "unless_undone", "untouched"]
+__all__ = ["ParkedGradients", "before_untouched", "nodes_behind", "unless_undone", "untouched"]
 
 
 class _Thread(local):
@@ -140,28 +137,6 @@ def before_untouched(callback: Callable[[], object]) -> Callable[[], None]:
     return lambda: callbacks.remove(callback) if callback in callbacks else None
 
 
-class _TensorCopy(NamedTuple):
-    """A tensor and its value; `alias` is the same storage, with a version counter that autograd does not check."""
-
-    tensor: Tensor
-    alias: Tensor
-    value: Tensor
-    requires_grad: bool
-
-    @classmethod
-    def of(cls, tensor: Tensor) -> "_TensorCopy":
-        """Copy the value of a tensor."""
-        return cls(tensor, tensor.data, tensor.detach().clone(), tensor.requires_grad)
-
-    def restore(self) -> None:
-        """Restore the storage, the value and `requires_grad`."""
-        self.alias.copy_(self.value)
-        if self.tensor.data_ptr() != self.alias.data_ptr():
-            self.tensor.data = self.alias
-        if self.tensor.requires_grad != self.requires_grad:
-            self.tensor.requires_grad_(self.requires_grad)
-
-
 class _ModuleState(NamedTuple):
     """What one module itself owns: parameters, buffers, child modules, training flag, attributes and hooks."""
 
@@ -171,7 +146,7 @@ class _ModuleState(NamedTuple):
     parameters: dict[str, Tensor | None]
     buffers: dict[str, Tensor | None]
     children: dict[str, nn.Module | None]
-    copies: tuple[_TensorCopy, ...]
+    copies: tuple[TensorCopy, ...]
     attributes: dict[str, Any] | None
     generators: tuple[Callable[[], object], ...]
     next_hook: int
@@ -181,7 +156,7 @@ class _ModuleState(NamedTuple):
         parameters: dict[str, Tensor | None] = {**module._parameters}
         buffers, children = dict(module._buffers), dict(module._modules)
         tensors = [tensor for tensor in (*parameters.values(), *buffers.values()) if tensor is not None]
-        copies = tuple(_TensorCopy.of(tensor) for tensor in tensors)
+        copies = tuple(TensorCopy.of(tensor) for tensor in tensors)
         attributes = None if type(module).__module__.startswith("torch.") else dict(vars(module))
         generators = restorers((attributes or {}).values())
         own = parameters, buffers, children, copies, attributes, generators
@@ -192,12 +167,12 @@ class _ModuleState(NamedTuple):
             self.module.__class__ = self.kind
         self.module.training = self.training
         if self.attributes is not None:
-            _rebind(vars(self.module), self.attributes)
+            rebind(vars(self.module), self.attributes)
         for restore in self.generators:
             restore()
-        _rebind(self.module._parameters, self.parameters)
-        _rebind(self.module._buffers, self.buffers)
-        _rebind(self.module._modules, self.children)
+        rebind(self.module._parameters, self.parameters)
+        rebind(self.module._buffers, self.buffers)
+        rebind(self.module._modules, self.children)
         for name in self.parameters.keys() & vars(self.module).keys():
             del vars(self.module)[name]  # which hides the parameter, as after `torch.nn.utils.weight_norm`
         remove_hooks_since(self.module, self.next_hook)
@@ -205,86 +180,4 @@ class _ModuleState(NamedTuple):
             if parameter is not None:
                 remove_hooks_since(parameter, self.next_hook)
         with _unseen_by_engines():
-            for copy in self.copies:
-                copy.restore()
-
-
-def _rebind(owned: dict[str, Any], before: dict[str, Any]) -> None:
-    for name in owned.keys() - before.keys():
-        del owned[name]
-    owned.update(before)
-    if [*owned] != [*before]:  # the order of parameters, or of the parts of a Sequential
-        for name in before:
-            owned[name] = owned.pop(name)
-
-
-@contextmanager
-def unchanged_optimizers() -> Iterator[None]:
-    """Restore every optimizer that this thread steps in the block: parameters, state and settings.
-
-    A loss may step an optimizer by itself, to train a discriminator; a hook on the steps of all optimizers finds it.
-
-    Sync: none.
-    """
-    seen: dict[int, _OptimizerState] = {}
-    thread = get_ident()
-
-    def remember(optimizer: Optimizer, *_arguments: object) -> None:
-        if get_ident() == thread and id(optimizer) not in seen:
-            # These copies are not ops of the step, so they are neither cast nor recorded.
-            with torch._C.DisableTorchFunction(), _disable_current_modes():
-                seen[id(optimizer)] = _OptimizerState.of(optimizer)
-
-    def restore() -> None:
-        with torch._C.DisableTorchFunction():
-            for state in seen.values():
-                state.restore()
-
-    with Undo() as undo:
-        undo.add(restore)
-        undo.register(register_optimizer_step_pre_hook, remember, _global_optimizer_pre_hooks)
-        yield
-
-
-class _OptimizerState(NamedTuple):
-    """The parameters, state and settings of an optimizer."""
-
-    optimizer: Optimizer
-    stepped: list[_TensorCopy]
-    slots: dict[Tensor, dict[str, Any]]
-    settings: list[dict[str, Any]]
-
-    @classmethod
-    def of(cls, optimizer: Optimizer) -> "_OptimizerState":
-        stepped = [_TensorCopy.of(parameter) for group in optimizer.param_groups for parameter in group["params"]]
-        slots = {
-            parameter: {
-                name: _TensorCopy.of(slot) if isinstance(slot, Tensor) else slot for name, slot in state.items()
-            }
-            for parameter, state in optimizer.state.items()
-        }
-        return cls(optimizer, stepped, slots, [dict(group) for group in optimizer.param_groups])
-
-    def restore(self) -> None:
-        for copy in self.stepped:
-            copy.restore()
-        for parameter in [parameter for parameter in self.optimizer.state if parameter not in self.slots]:
-            del self.optimizer.state[parameter]
-        for parameter, slots in self.slots.items():
-            state = self.optimizer.state[parameter]
-            for name in [name for name in state if name not in slots]:
-                del state[name]
-            state.update({name: _value_of(slot) for name, slot in slots.items()})
-        for group, settings in zip(self.optimizer.param_groups, self.settings, strict=False):
-            group.update(settings)
-
-
-def _copied(slot: Any) -> Any:
-    return _TensorCopy.of(slot) if isinstance(slot, Tensor) else slot
-
-
-def _value_of(slot: Any) -> Any:
-    if not isinstance(slot, _TensorCopy):
-        return slot
-    slot.restore()
-    return slot.tensor
+            restore_all(self.copies)

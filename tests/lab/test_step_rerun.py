@@ -124,3 +124,58 @@ def test_a_step_without_gradients_is_not_a_skipped_one():
     amp.reset()
     assert w.history.skip_count == 0
     assert "scale-collapse" not in {each.name for each in w.findings()}
+
+
+class Graph(nn.Module):
+    """A layer over the neighbours in a graph, whose adjacency is a buffer that does not store every element."""
+
+    def __init__(self, adjacency):
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+        self.register_buffer("adjacency", adjacency)
+        self.register_buffer("calls", torch.zeros(1))
+
+    def forward(self, inputs):
+        self.calls += 1
+        return self.layer(torch.matmul(self.adjacency, inputs))
+
+
+ADJACENCIES = {"sparse": lambda: torch.eye(3).to_sparse(), "expanded": lambda: torch.ones(3, 1).expand(3, 3)}
+BATCH = torch.ones(3, 4), torch.ones(3, 4)
+TOOLS = {
+    "xray": lambda model: amplab.xray(model, BATCH[0], opt_level="O1"),
+    "ladder": lambda model: amplab.ladder(model, BATCH, loss=nn.functional.mse_loss, steps=20),
+    "twin": lambda model: amplab.twin(model, BATCH, loss=nn.functional.mse_loss),
+    "doctor": lambda model: amplab.doctor(model, BATCH, loss=nn.functional.mse_loss),
+    "gradient_range": lambda model: amplab.gradient_range(model, BATCH, loss=nn.functional.mse_loss),
+    "first_nonfinite": lambda model: amplab.first_nonfinite(model, BATCH, loss=nn.functional.mse_loss),
+}
+
+
+@pytest.mark.parametrize("kind", ADJACENCIES)
+@pytest.mark.parametrize("tool", TOOLS)
+def test_tools_run_a_model_over_a_graph_and_leave_it_as_it_was(kind, tool):
+    model = Graph(ADJACENCIES[kind]())
+    before, dense = model.adjacency, model.adjacency.to_dense().clone()
+    TOOLS[tool](model)
+    assert model.adjacency is before
+    assert torch.equal(before.to_dense(), dense)
+    assert model.calls.item() == 0
+
+
+@pytest.mark.parametrize("kind", ADJACENCIES)
+def test_a_skipped_step_of_a_model_over_a_graph_is_explained(kind):
+    model = Graph(ADJACENCIES[kind]())
+    optimizer, scaler = torch.optim.SGD(model.parameters(), lr=0.01), amplab.GradScaler("cpu", init_scale=2.0**126)
+
+    def step(batch):
+        return model(batch).square().mean() * 1e4
+
+    with amplab.watch(model, optimizer, scaler=scaler, step=step) as w:
+        for batch in w.batches([torch.full((3, 4), 1e4)] * 2):
+            optimizer.zero_grad()
+            scaler.scale(step(batch)).backward()
+            scaler.step(optimizer)
+            scaler.update()
+    assert (w.history.skip_count, w.failures, sorted(w.history.explanations)) == (2, (), [0, 1])
+    assert model.calls.item() == 2

@@ -9,14 +9,14 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
 from torch.optim import Optimizer
 
 from amplab.amp import Session
 from amplab.trace.as_found import Undo
 from amplab.trace.handed_step import Scaler
+from amplab.trace.optimizer_states import OptimizerState
 
-__all__ = ["OptimizerState", "kept", "scales_of", "set_scale"]
+__all__ = ["kept", "scales_of", "set_scale"]
 
 
 @contextmanager
@@ -31,6 +31,7 @@ def kept(
         stateful: other objects with state_dict and load_state_dict.
     """
     saved = [OptimizerState.of(optimizer) for optimizer in optimizers]
+    grads = [(copy.tensor, copy.tensor.grad) for state in saved for copy in state.stepped]
     scalers = [(each, each.state) for each in scaler.scalers] if isinstance(scaler, Session) else []
     others = [*stateful, *([scaler] if isinstance(scaler, torch.amp.GradScaler) else [])]
     states = [(each, copy.deepcopy(each.state_dict())) for each in others]
@@ -42,6 +43,8 @@ def kept(
             iteration.restore()
         for optimizer in saved:
             optimizer.restore()
+        for parameter, grad in grads:
+            parameter.grad = grad
         for scale, before in scalers:
             scale.state = before
         for each, state in states:
@@ -86,45 +89,3 @@ def set_scale(scaler: Scaler | None, scale: float) -> None:
             each.state = replace(each.state, scale=scale)
     elif scaler is not None and scaler.is_enabled():
         scaler.load_state_dict(scaler.state_dict() | {"scale": scale})
-
-
-class OptimizerState(NamedTuple):
-    """An optimizer with its parameters, gradients, states and settings at one moment."""
-
-    optimizer: Optimizer
-    values: list[tuple[Tensor, Tensor, Tensor | None]]
-    state: dict[Tensor, Any]
-    groups: list[dict[str, Any]]
-
-    @classmethod
-    def of(cls, optimizer: Optimizer) -> OptimizerState:
-        """Save everything; tensors are copied."""
-        params = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-        values = [(each, each.detach().clone(), each.grad) for each in params]
-        state = {parameter: _copied(state) for parameter, state in optimizer.state.items()}
-        groups = [
-            {name: value for name, value in group.items() if name != "params"} for group in optimizer.param_groups
-        ]
-        return cls(optimizer, values, state, groups)
-
-    def is_unmoved(self) -> bool:
-        """Whether no parameter has changed. Sync: one for each."""
-        return all(torch.equal(parameter, value) for parameter, value, _ in self.values)
-
-    @torch.no_grad()
-    def restore(self) -> None:
-        """Restore it."""
-        for parameter, value, grad in self.values:
-            parameter.copy_(value)
-            parameter.grad = grad
-        self.optimizer.state.clear()
-        self.optimizer.state.update(self.state)
-        for group, fields in zip(self.optimizer.param_groups, self.groups, strict=False):
-            group.update(fields)
-
-
-def _copied(state: Any) -> Any:
-    # Not map_tensors, which returns a dict without tensors as it is: the optimizer would write into the copy.
-    if isinstance(state, dict):
-        return {name: _copied(value) for name, value in state.items()}
-    return state.detach().clone() if isinstance(state, Tensor) else copy.copy(state)

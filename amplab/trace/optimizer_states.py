@@ -1,0 +1,122 @@
+"""An optimizer at one moment, to restore in place: what it steps, its state, its settings.
+
+Reference: torch.optim.optimizer.register_optimizer_step_pre_hook.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from threading import get_ident
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+from torch.optim.optimizer import _global_optimizer_pre_hooks, register_optimizer_step_pre_hook
+from torch.utils._python_dispatch import _disable_current_modes
+
+from amplab.trace.as_found import Undo, rebind
+from amplab.trace.tensor_copies import TensorCopy, restore_all
+
+__all__ = ["OptimizerState", "unchanged_optimizers"]
+
+
+@contextmanager
+def unchanged_optimizers() -> Iterator[None]:
+    """Restore every optimizer that this thread steps in the block: parameters, state and settings.
+
+    A loss may step an optimizer by itself, to train a discriminator; a hook on the steps of all optimizers finds it.
+
+    Sync: none.
+    """
+    seen: dict[int, OptimizerState] = {}
+    thread = get_ident()
+
+    def remember(optimizer: Optimizer, *_arguments: object) -> None:
+        if get_ident() == thread and id(optimizer) not in seen:
+            # These copies are not ops of the step, so they are neither cast nor recorded.
+            with torch._C.DisableTorchFunction(), _disable_current_modes():
+                seen[id(optimizer)] = OptimizerState.of(optimizer)
+
+    def restore() -> None:
+        with torch._C.DisableTorchFunction():
+            for state in seen.values():
+                state.restore()
+
+    with Undo() as undo:
+        undo.add(restore)
+        undo.register(register_optimizer_step_pre_hook, remember, _global_optimizer_pre_hooks)
+        yield
+
+
+class OptimizerState(NamedTuple):
+    """An optimizer with its parameters, state and settings.
+
+    Attributes:
+        optimizer: it.
+        stepped: the values of its parameters.
+        slots: those of the other tensors in its state and settings.
+        containers: restore the dicts and lists around them.
+        attributes: its own, such as a count of steps; None for a class of torch's, which has its state elsewhere.
+    """
+
+    optimizer: Optimizer
+    stepped: list[TensorCopy]
+    slots: list[TensorCopy]
+    containers: list[Callable[[], object]]
+    attributes: dict[str, Any] | None
+
+    @classmethod
+    def of(cls, optimizer: Optimizer) -> OptimizerState:
+        """Copy what a step can change."""
+        stepped = [TensorCopy.of(parameter) for group in optimizer.param_groups for parameter in group["params"]]
+        found, containers = _contents([optimizer.state, optimizer.param_groups])
+        parameters = {id(copy.tensor) for copy in stepped}
+        slots = [TensorCopy.of(tensor) for tensor in found if id(tensor) not in parameters]
+        attributes = None if type(optimizer).__module__.startswith("torch.") else dict(vars(optimizer))
+        return cls(optimizer, stepped, slots, containers, attributes)
+
+    def is_unmoved(self) -> bool:
+        """Whether no parameter has changed. Sync: one for each."""
+        return all(torch.equal(copy.tensor, copy.value) for copy in self.stepped)
+
+    def restore(self) -> None:
+        """Restore everything, in the same tensors and containers."""
+        try:
+            restore_all([*self.stepped, *self.slots])
+        finally:
+            if self.attributes is not None:
+                rebind(vars(self.optimizer), self.attributes)
+            for restore in self.containers:
+                restore()
+
+
+def _contents(values: Iterable[Any]) -> tuple[list[Tensor], list[Callable[[], object]]]:
+    """Return the tensors in nested containers, and functions that restore the containers, in place.
+
+    Dicts, lists, tuples and deques are looked into, as the history of LBFGS is a list; other objects are not.
+    """
+    tensors: list[Tensor] = []
+    containers: list[Callable[[], object]] = []
+    waiting = [*values]
+    while waiting:
+        value = waiting.pop()
+        if isinstance(value, Tensor):
+            tensors.append(value)
+        elif isinstance(value, dict):
+            containers.append(partial(rebind, value, dict(value)))
+            waiting += value.values()
+        elif isinstance(value, list | deque):
+            containers.append(partial(_refill, value, [*value]))
+            waiting += value
+        elif isinstance(value, tuple):
+            waiting += value
+    return tensors, containers
+
+
+def _refill(owned: list[Any] | deque[Any], before: list[Any]) -> None:
+    owned.clear()
+    owned.extend(before)

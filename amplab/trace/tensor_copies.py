@@ -1,0 +1,66 @@
+"""`TensorCopy`: the value of a tensor at one moment, to restore into the same tensor, past its version counter."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+__all__ = ["TensorCopy", "restore_all", "write_value"]
+
+
+class TensorCopy(NamedTuple):
+    """A tensor and its value; `alias` is the same storage, with a version counter that autograd does not check."""
+
+    tensor: Tensor
+    alias: Tensor
+    value: Tensor
+    requires_grad: bool
+
+    @classmethod
+    def of(cls, tensor: Tensor) -> TensorCopy:
+        """Copy the value of a tensor."""
+        return cls(tensor, tensor.data, tensor.detach().clone(), tensor.requires_grad)
+
+    def restore(self) -> None:
+        """Restore the storage, the value and `requires_grad`."""
+        if self.alias.layout is torch.strided:
+            write_value(self.alias, self.value)
+            if self.tensor.layout is not torch.strided or self.tensor.data_ptr() != self.alias.data_ptr():
+                self.tensor.data = self.alias
+        else:
+            write_value(self.tensor, self.value)
+        if self.tensor.requires_grad != self.requires_grad:
+            self.tensor.requires_grad_(self.requires_grad)
+
+
+def write_value(tensor: Tensor, value: Tensor) -> None:
+    """Write a value of the same shape and layout into a tensor, whose version does not count it."""
+    if tensor.layout is torch.sparse_coo:  # an alias of it gets new storage when it is written to
+        tensor.data = value.clone()
+    elif tensor.layout is torch.strided:
+        alias = tensor.data
+        _once(alias, alias).copy_(_once(value, alias))
+    else:
+        tensor.data.copy_(value)
+
+
+def _once(tensor: Tensor, like: Tensor) -> Tensor:
+    """Return the elements of `tensor` without those that `like` repeats in memory, as an expanded tensor does."""
+    if 0 not in like.stride():
+        return tensor
+    return tensor[tuple(slice(1) if stride == 0 else slice(None) for stride in like.stride())]
+
+
+def restore_all(copies: Iterable[TensorCopy]) -> None:
+    """Restore copies. An exception of one propagates after the others are restored."""
+    failure = None
+    for copy in copies:
+        try:
+            copy.restore()
+        except Exception as error:  # noqa: BLE001  raised below
+            failure = error
+    if failure is not None:
+        raise failure

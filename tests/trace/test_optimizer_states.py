@@ -1,0 +1,213 @@
+"""`unchanged_optimizers` puts back whatever a block changes in an optimizer that it steps."""
+
+import contextlib
+import copy
+import threading
+from collections import deque
+
+import pytest
+import torch
+from torch import nn
+
+import amplab
+from amplab import amp, optimizers
+from amplab.trace import trace_step
+from amplab.trace.optimizer_states import unchanged_optimizers
+
+
+class OfOnesOwn(torch.optim.Optimizer):
+    """Keeps its state where code of one's own does: nested, in place, in attributes, in a group that comes later."""
+
+    def __init__(self, parameters):
+        super().__init__(parameters, {"lr": torch.tensor(0.1), "history": deque(maxlen=2)})
+        self.taken = 0
+
+    def step(self):
+        self.taken += 1
+        for group in self.param_groups:
+            group["history"].append(self.taken)
+            group["lr"].mul_(0.5)
+            group["seen"] = True
+            for parameter in group["params"]:
+                state = self.state[parameter]
+                nested = state.setdefault("nested", {"moments": [torch.zeros(())], "counts": (torch.zeros(()),)})
+                nested["moments"][0].add_(1)
+                nested["moments"].append(torch.ones(()))
+                nested["counts"][0].add_(1)
+                parameter.data.add_(-group["lr"])
+        if self.taken % 2 == 0:
+            self.add_param_group({"params": [torch.zeros(1, requires_grad=True)]})
+
+
+OPTIMIZERS = {
+    "SGD": lambda parameters: torch.optim.SGD(parameters, lr=0.1, momentum=0.9),
+    "Adam": lambda parameters: torch.optim.Adam(parameters, lr=0.1, amsgrad=True),
+    "fused AdamW": lambda parameters: torch.optim.AdamW(parameters, lr=0.1, fused=True),
+    "RMSprop": lambda parameters: torch.optim.RMSprop(parameters, lr=0.1, momentum=0.9),
+    "LBFGS": lambda parameters: torch.optim.LBFGS(parameters, lr=0.1, max_iter=4, history_size=3),
+    "FusedAdam": lambda parameters: optimizers.FusedAdam(parameters, lr=0.1),
+    "FusedLAMB": lambda parameters: optimizers.FusedLAMB(parameters, lr=0.1),
+    "FusedNovoGrad": lambda parameters: optimizers.FusedNovoGrad(parameters, lr=0.1),
+    "one's own": OfOnesOwn,
+}
+
+
+def bits(optimizer):
+    """The state of an optimizer and what it steps, with the identities of its tensors."""
+    tensors = [
+        (
+            id(parameter),
+            parameter.detach().clone(),
+            {name: (id(slot), copy.deepcopy(slot)) for name, slot in state.items()},
+        )
+        for parameter, state in optimizer.state.items()
+    ]
+    groups = [{name: value for name, value in group.items() if name != "params"} for group in optimizer.param_groups]
+    return (
+        tensors,
+        groups,
+        [parameter.detach().clone() for group in optimizer.param_groups for parameter in group["params"]],
+    )
+
+
+def plain(value):
+    """Tensors as their exact bytes, the rest as it is."""
+    if isinstance(value, torch.Tensor):
+        return value.detach().contiguous().view(-1).view(torch.uint8).tolist(), value.dtype
+    if isinstance(value, dict):
+        return {key: plain(each) for key, each in value.items()}
+    return [plain(each) for each in value] if isinstance(value, list | tuple | deque) else value
+
+
+def assert_same(before, after):
+    assert plain(before) == plain(after)
+
+
+def train(model, optimizer):
+    def backward():
+        optimizer.zero_grad()
+        loss = (model(torch.ones(2, 4)) - 1).square().sum()
+        loss.backward()
+        return loss
+
+    if isinstance(optimizer, torch.optim.LBFGS):
+        optimizer.step(backward)
+        return
+    backward()
+    optimizer.step()
+
+
+@pytest.mark.parametrize("kind", OPTIMIZERS)
+@pytest.mark.parametrize("stepped", [False, True])
+def test_state_parameters_and_settings_are_put_back(kind, stepped):
+    torch.manual_seed(0)
+    model = nn.Linear(4, 4)
+    optimizer = OPTIMIZERS[kind](model.parameters())
+    if stepped:
+        train(model, optimizer)
+    before = bits(optimizer)
+    with unchanged_optimizers():
+        for _ in range(2):
+            train(model, optimizer)
+            optimizer.param_groups[0]["lr"] /= 2
+        assert plain(bits(optimizer)) != plain(before)
+    assert_same(before, bits(optimizer))
+
+
+TOOLS = {
+    "xray": lambda model, optimizer, step: amplab.xray(model, step=step),
+    "gradient_range": lambda model, optimizer, step: amplab.gradient_range(model, step=step),
+    "first_nonfinite": lambda model, optimizer, step: amplab.first_nonfinite(model, step=step),
+    "doctor": lambda model, optimizer, step: amplab.doctor(
+        model, (torch.ones(2, 4), torch.ones(2, 4)), loss=nn.functional.mse_loss, train_step=step, optimizer=optimizer
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", OPTIMIZERS)
+@pytest.mark.parametrize("tool", TOOLS)
+@pytest.mark.parametrize("stepped", [0, 3])
+def test_training_goes_on_after_a_tool_as_without_it(kind, tool, stepped):
+    def trained(looks):
+        torch.manual_seed(0)
+        model = nn.Linear(4, 4)
+        optimizer = OPTIMIZERS[kind](model.parameters())
+
+        def step():
+            train(model, optimizer)
+            return model(torch.ones(2, 4)).square().sum()
+
+        for _ in range(stepped):
+            train(model, optimizer)
+        before = plain(optimizer.state_dict()), plain(vars(optimizer).get("taken"))
+        if looks:
+            TOOLS[tool](model, optimizer, step)
+        assert (plain(optimizer.state_dict()), plain(vars(optimizer).get("taken"))) == before
+        for _ in range(3):
+            train(model, optimizer)
+        return plain(list(model.parameters())), plain(optimizer.state_dict())
+
+    assert trained(True) == trained(False)
+
+
+def test_inside_a_trace_and_without_a_record_of_its_own(monkeypatch):
+    """A model that is not the traced one, trained on the way; the records are those of the training alone."""
+    judge, model = nn.Linear(4, 4), nn.Linear(4, 4)
+    optimizer = torch.optim.SGD(judge.parameters(), lr=0.1, momentum=0.9)
+    train(judge, optimizer)
+    before = bits(optimizer)
+
+    def loss():
+        train(judge, optimizer)
+        return judge(model(torch.ones(2, 4))).sum()
+
+    trace = trace_step(model, loss)
+    assert_same(before, bits(optimizer))
+    monkeypatch.setattr("amplab.trace.untouched.unchanged_optimizers", contextlib.nullcontext)
+    assert trace == trace_step(model, loss)
+    assert plain(before) != plain(bits(optimizer))
+
+
+def test_masters_of_an_initialized_optimizer():
+    model = nn.Linear(4, 4)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5, momentum=0.9)
+    try:
+        model, optimizer = amp.initialize(model, optimizer, opt_level="O2", verbosity=0, loss_scale=1.0)
+        masters = list(amp.master_params(optimizer))
+        before = [master.detach().clone() for master in masters]
+
+        def loss():
+            with amp.scale_loss(model(torch.ones(2, 4)).sum(), optimizer) as scaled:
+                scaled.backward()
+            optimizer.step()
+            return model(torch.ones(2, 4)).sum()
+
+        halves = [parameter.detach().clone() for parameter in model.parameters()]
+        trace_step(model, loss)
+        assert all(map(torch.equal, masters, before))
+        assert all(map(torch.equal, model.parameters(), halves))
+    finally:
+        amp.reset()
+
+
+def test_other_threads_go_on():
+    model = nn.Linear(4, 4)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    before = model.weight.detach().clone()
+    with unchanged_optimizers():
+        thread = threading.Thread(target=train, args=(model, optimizer))
+        thread.start()
+        thread.join()
+    assert not torch.equal(model.weight, before)
+
+
+def test_the_hook_is_off_afterwards_also_after_an_exception():
+    from torch.optim import optimizer as module
+
+    count = len(module._global_optimizer_pre_hooks)
+    inside = []
+    with contextlib.suppress(KeyError), unchanged_optimizers():
+        inside.append(len(module._global_optimizer_pre_hooks))
+        raise KeyError
+    assert inside == [count + 1]
+    assert len(module._global_optimizer_pre_hooks) == count
