@@ -12,7 +12,6 @@ import signal
 import sys
 import tempfile
 import threading
-import time
 import warnings
 from collections.abc import Generator, Iterator
 from contextlib import contextmanager
@@ -111,13 +110,14 @@ def _taken_off():
 
     optimizers = sys.modules["torch.optim.optimizer"]
     hooks = optimizers._global_optimizer_pre_hooks, optimizers._global_optimizer_post_hooks
-    end = time.monotonic() + 10
-    while any(hooks) and time.monotonic() < end:  # the thread of a trainer may run a tool
-        time.sleep(0.01)
+    own = sys.modules.get("amplab.trace.optimizer_hooks")
+    observes = own and (own._OBSERVERS.before or own._OBSERVERS.after)
+    # Where there are other threads these two stay, and do nothing.
+    inert = (own.before_step, own.after_step) if own and not observes else ()
     found = {
         "dispatch modes": _get_current_dispatch_mode_stack(),
         "function modes": torch.overrides._get_current_function_mode_stack(),
-        "hooks of all optimizers": [hook for each in hooks for hook in each.values()],
+        "hooks of all optimizers": [hook for each in hooks for hook in each.values() if hook not in inert],
         "grad mode": [] if torch.is_grad_enabled() else ["off"],
     }
     while _get_current_dispatch_mode_stack():

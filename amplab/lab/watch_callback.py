@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from os import PathLike
 from typing import Any
+from weakref import WeakKeyDictionary, ref
 
 from torch import nn
 from torch.optim import Optimizer
@@ -19,9 +20,14 @@ from amplab.lab.watch import Watch, check_options, watch
 
 __all__ = ["WatchCallback"]
 
+_last: WeakKeyDictionary[nn.Module, ref[Watch]] = WeakKeyDictionary()
+"""The last watch of each model that a callback has begun. A trainer that is interrupted does not end it."""
+
 
 class WatchCallback:
     """Watch a training run from start to end.
+
+    If the trainer is interrupted, the watch ends when the next run of its model, or of this callback, starts.
 
     Args:
         log, every, tensorboard: see `watch`.
@@ -58,7 +64,11 @@ class WatchCallback:
                 "optimizer=None: expected a torch.optim.Optimizer; the trainer called on_train_begin without one."
             )
         inner, scaler = (vars(optimizer).get(name) for name in ("optimizer", "scaler"))
+        for before in (self.watch, _last.pop(model, lambda: None)()):
+            if before is not None:
+                before.__exit__(None, None, None)
         self.watch = watch(model, inner or optimizer, scaler=scaler, **self._options)
+        _last[model] = ref(self.watch)
         self.watch.__enter__()
 
     def on_train_end(self, *_: Any, **__: Any) -> None:

@@ -1,7 +1,4 @@
-"""An optimizer at one moment, to restore in place: what it steps, its state, its settings.
-
-Reference: torch.optim.optimizer.register_optimizer_step_pre_hook.
-"""
+"""An optimizer at one moment, to restore in place: what it steps, its state, its settings."""
 
 from __future__ import annotations
 
@@ -9,16 +6,15 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
-from threading import get_ident
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
-from torch.optim.optimizer import _global_optimizer_pre_hooks, register_optimizer_step_pre_hook
 from torch.utils._python_dispatch import _disable_current_modes
 
 from amplab.trace.as_found import Undo, rebind
+from amplab.trace.optimizer_hooks import observe_steps
 from amplab.trace.tensor_copies import TensorCopy, restore_all
 
 __all__ = ["OptimizerState", "unchanged_optimizers"]
@@ -28,15 +24,14 @@ __all__ = ["OptimizerState", "unchanged_optimizers"]
 def unchanged_optimizers() -> Iterator[None]:
     """Restore every optimizer that this thread steps in the block: parameters, state and settings.
 
-    A loss may step an optimizer by itself, to train a discriminator; a hook on the steps of all optimizers finds it.
+    A loss may step an optimizer by itself, to train a discriminator.
 
     Sync: none.
     """
     seen: dict[int, OptimizerState] = {}
-    thread = get_ident()
 
     def remember(optimizer: Optimizer, *_arguments: object) -> None:
-        if get_ident() == thread and id(optimizer) not in seen:
+        if id(optimizer) not in seen:
             # These copies are not ops of the step, so they are neither cast nor recorded.
             with torch._C.DisableTorchFunction(), _disable_current_modes():
                 seen[id(optimizer)] = OptimizerState.of(optimizer)
@@ -48,7 +43,7 @@ def unchanged_optimizers() -> Iterator[None]:
 
     with Undo() as undo:
         undo.add(restore)
-        undo.register(register_optimizer_step_pre_hook, remember, _global_optimizer_pre_hooks)
+        observe_steps(undo, before=remember)
         yield
 
 

@@ -30,6 +30,7 @@ import amplab
 from amplab.diagnose.reruns import headroom
 from amplab.policies import CastingEngine, casts_enabled, cpu_half_mode, thread_engines
 from amplab.policies.casting.plan import torch_nesting
+from amplab.trace import optimizer_hooks
 from amplab.trace.as_found import Undo, leaves_as_found
 from amplab.trace.dispatch_mode import DispatchMode
 from amplab.trace.engines import compiled_functions_eagerly
@@ -63,6 +64,7 @@ def state_of_torch():
         "function modes are called": torch._C._get_torch_function_state(),
         "hooks of all modules": len(modules._global_forward_hooks) + len(modules._global_forward_pre_hooks),
         "hooks of all optimizers": [*optimizers._global_optimizer_pre_hooks, *optimizers._global_optimizer_post_hooks],
+        "observers of steps": [*optimizer_hooks._OBSERVERS.before, *optimizer_hooks._OBSERVERS.after],
         "saved tensors": pair,
         "grad mode": torch.is_grad_enabled(),
         "inference mode": torch.is_inference_mode_enabled(),

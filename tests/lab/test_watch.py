@@ -382,6 +382,32 @@ def test_as_a_callback_of_transformers(tmp_path):
     assert len(load_run(callback.watch.log_path).history.gradient_samples) == 4
 
 
+@pytest.mark.parametrize("renewed", ["callback", "model", "neither"])
+def test_the_log_of_an_interrupted_run_of_a_trainer_has_no_step_of_the_next_run(tmp_path, renewed):
+    def run(callback, model, optimizer, interrupted):
+        callback.on_train_begin(None, None, None, model=model, optimizer=optimizer)
+        for x, y in BATCHES[:4]:
+            optimizer.zero_grad()
+            model(x, y)["loss"].backward()
+            optimizer.step()
+        if not interrupted:  # Trainer.train raises KeyboardInterrupt instead
+            callback.on_train_end()
+
+    callback, model = WatchCallback(log=tmp_path), Own()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    run(callback, model, optimizer, interrupted=True)
+    first, first_model = callback.watch, model
+    if renewed == "callback":
+        callback = WatchCallback(log=tmp_path)
+    if renewed == "model":
+        model = Own()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    run(callback, model, optimizer, interrupted=False)
+    assert (len(first.history), len(load_run(first.log_path).history)) == (4, 4)
+    assert len(load_run(callback.watch.log_path).history) == 4
+    assert not any(each._forward_hooks or each._forward_pre_hooks for each in first_model.modules())
+
+
 @pytest.mark.parametrize(
     ("arguments", "options", "error", "sentence"),
     [

@@ -2,16 +2,21 @@
 
 import contextlib
 import copy
+import sys
 import threading
+import time
 from collections import deque
 
 import pytest
 import torch
 from torch import nn
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 import amplab
 from amplab import amp, optimizers
 from amplab.trace import trace_step
+from amplab.trace.as_found import Undo
+from amplab.trace.optimizer_hooks import observe_steps
 from amplab.trace.optimizer_states import unchanged_optimizers
 
 
@@ -199,6 +204,69 @@ def test_other_threads_go_on():
         thread.start()
         thread.join()
     assert not torch.equal(model.weight, before)
+
+
+def steps_beside(look, seconds=2.0):
+    """Step in three threads while this one looks at another model again and again; return what the steps raise."""
+    ended, raised, steps = threading.Event(), [], [0]
+
+    def train_for_long():
+        model = nn.Linear(4, 4)
+        optimizer = torch.optim.SGD(model.parameters(), lr=1e-6)
+        while not ended.is_set():
+            try:
+                train(model, optimizer)
+            except RuntimeError as error:
+                raised.append(str(error))
+            steps[0] += 1
+
+    threads = [threading.Thread(target=train_for_long) for _ in range(3)]
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        for thread in threads:
+            thread.start()
+        end = time.monotonic() + seconds
+        while time.monotonic() < end:
+            look()
+    finally:
+        ended.set()
+        for thread in threads:
+            thread.join()
+        sys.setswitchinterval(before)
+    assert steps[0] > 100
+    return raised
+
+
+def test_threads_that_step_meanwhile_get_no_error():
+    """torch iterates over the hooks of all optimizers in each step, and raises if the dict changes meanwhile."""
+
+    def look():
+        with unchanged_optimizers():
+            pass
+
+    own = [register_optimizer_step_pre_hook(lambda *_: None) for _ in range(2)]
+    try:
+        assert steps_beside(look) == []
+    finally:
+        for handle in own:
+            handle.remove()
+
+
+def test_a_watched_loop_does_not_see_the_steps_of_other_threads():
+    seen = []
+    with Undo() as undo:
+        observe_steps(undo, before=lambda optimizer, *_: seen.append(optimizer))
+        model = nn.Linear(4, 4)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        thread = threading.Thread(target=train, args=(model, optimizer))
+        thread.start()
+        thread.join()
+        assert seen == []
+        train(model, optimizer)
+        assert seen == [optimizer]
+    train(model, optimizer)
+    assert seen == [optimizer]
 
 
 def test_the_hook_is_off_afterwards_also_after_an_exception():

@@ -17,12 +17,6 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.optim.optimizer import (
-    _global_optimizer_post_hooks,
-    _global_optimizer_pre_hooks,
-    register_optimizer_step_post_hook,
-    register_optimizer_step_pre_hook,
-)
 from torch.utils._python_dispatch import _disable_current_modes
 
 from amplab.diagnose.train_step.loop_state import scales_of
@@ -46,6 +40,7 @@ from amplab.trace.as_found import Undo, remove_hook
 from amplab.trace.dispatch_mode import DispatchMode
 from amplab.trace.handed_step import Scaler
 from amplab.trace.lines import call_of_user_line, user_line
+from amplab.trace.optimizer_hooks import observe_steps
 
 __all__ = ["LoopRecorder", "norm_of"]
 
@@ -207,10 +202,9 @@ class LoopRecorder:
                 delivered = partial(self._safely, self._deliver, name)
                 undo.add(partial(_remove_gradient_hook, delivered, parameter))
                 parameter.register_post_accumulate_grad_hook(delivered)
-        # A global hook runs before those of the optimizer, which may hide gradients in a skipped step.
+        # Before the hooks of the optimizer, which may hide gradients in a skipped step.
         stepping, stepped = partial(self._safely, self._stepping), partial(self._safely, self._has_stepped)
-        undo.register(register_optimizer_step_pre_hook, stepping, _global_optimizer_pre_hooks)
-        undo.register(register_optimizer_step_post_hook, stepped, _global_optimizer_post_hooks)
+        observe_steps(undo, before=stepping, after=stepped)
         undo.enter(_Writes(self))
 
     def _safely(self, record: Callable[..., T], *given: Any) -> T | None:
