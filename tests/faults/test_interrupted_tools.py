@@ -21,7 +21,6 @@ from interrupts import PACKAGE, interrupted, interrupted_everywhere
 from torch import nn
 from torch.nn import functional as F
 from torch.nn.modules import module as modules
-from torch.optim import optimizer as optimizers
 from torch.overrides import _get_current_function_mode_stack
 from torch.utils import _python_dispatch
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
@@ -63,7 +62,6 @@ def state_of_torch():
         "function modes": _get_current_function_mode_stack(),
         "function modes are called": torch._C._get_torch_function_state(),
         "hooks of all modules": len(modules._global_forward_hooks) + len(modules._global_forward_pre_hooks),
-        "hooks of all optimizers": [*optimizers._global_optimizer_pre_hooks, *optimizers._global_optimizer_post_hooks],
         "observers of steps": [*optimizer_hooks._OBSERVERS.before, *optimizer_hooks._OBSERVERS.after],
         "saved tensors": pair,
         "grad mode": torch.is_grad_enabled(),

@@ -24,6 +24,7 @@ from amplab import amp
 from amplab.lab import load_run, watch
 from amplab.lab.run_log import RunLog
 from amplab.lab.step_rerun import StepRerun
+from amplab.trace import optimizer_hooks
 
 # A generator that was interrupted can meet the interrupt again when it is deleted.
 pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
@@ -154,12 +155,11 @@ def test_a_step_that_runs_again_and_is_interrupted_leaves_the_model_and_the_rand
 
 def left_by(model, optimizer):
     """What a watch may leave on, by name."""
-    optimizers = sys.modules["torch.optim.optimizer"]
     found = {
         "dispatch modes": _get_current_dispatch_mode_stack(),
         "function modes": _get_current_function_mode_stack(),
         "flags": [name for name, on in vars(_python_dispatch).items() if name.startswith("_is_in_") and on],
-        "hooks of all optimizers": optimizers._global_optimizer_pre_hooks or optimizers._global_optimizer_post_hooks,
+        "observers of steps": optimizer_hooks._OBSERVERS.before or optimizer_hooks._OBSERVERS.after,
         "hooks of gradients": [each for each in model.parameters() if each._post_accumulate_grad_hooks],
         "hooks of modules": [each for each in model.modules() if each._forward_hooks or each._forward_pre_hooks],
         "hooks of the optimizer": optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks,

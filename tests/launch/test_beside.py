@@ -1,8 +1,11 @@
 """The modules that a kernel can import from the folder of a notebook."""
 
 import os
+import shutil
 import subprocess
 import sys
+import tempfile
+from pathlib import Path
 
 import pytest
 
@@ -59,6 +62,24 @@ def test_links_are_followed_and_end(tmp_path):
     (tmp_path / "here" / "inner" / "back").symlink_to(tmp_path / "here")
     (tmp_path / "here" / "linked").symlink_to(tmp_path / "elsewhere")
     assert modules_beside(str(tmp_path / "here")) == ["linked.module"]
+
+
+@pytest.mark.skipif(os.name != "posix", reason="needs permissions")
+def test_a_folder_that_cannot_be_listed_counts_as_modules():
+    folder = Path(tempfile.mkdtemp())  # outside of pytest's, which another user may not enter
+    package = folder / "tqdm"
+    package.mkdir()
+    (package / "__init__.py").touch()
+    package.chmod(0o311)
+    folder.chmod(0o755)
+    child = os.fork()
+    if child == 0:
+        if os.geteuid() == 0:  # who lists every folder
+            os.setuid(65534)
+        os._exit(int(modules_beside(str(folder)) != ["tqdm.…"]))
+    _, status = os.waitpid(child, 0)
+    shutil.rmtree(folder)
+    assert os.waitstatus_to_exitcode(status) == 0
 
 
 def test_more_folders_than_are_searched_count_as_modules(tmp_path, monkeypatch):
