@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import platform
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -144,7 +145,7 @@ def data_parallel(model: nn.Module) -> list[DistributedDataParallel]:
 
 @contextmanager
 def on_this_rank_alone() -> Iterator[None]:
-    """In the block, forwards and backwards do not wait for other ranks; gradients are those of this rank.
+    """In the block, forwards and backwards of this thread wait for no other rank; gradients are those of this rank.
 
     DistributedDataParallel, SyncBatchNorm, ``combine_ddp`` and `Reducer` exchange nothing in the block, wherever they
     are: a step may call a wrapper that its model does not contain. Other collectives run as they are, such as those
@@ -170,8 +171,8 @@ def on_this_rank_alone() -> Iterator[None]:
 
 
 def is_alone() -> bool:
-    """Return whether a block of `on_this_rank_alone` runs in this process. Sync: none."""
-    return bool(_blocks)
+    """Return whether a block of `on_this_rank_alone` runs in this thread. Sync: none."""
+    return any(block.is_here() for block in _blocks)
 
 
 def averages_gradients(wrapper: DistributedDataParallel) -> bool:
@@ -191,15 +192,27 @@ class _Alone:
 
     def __init__(self) -> None:
         self.before: dict[nn.Module, dict[str, Any]] = {}
+        self._thread = threading.get_ident()
+
+    def is_here(self) -> bool:
+        """Return whether the calling thread runs the block, or computes a backward for threads that may."""
+        here = threading.get_ident()
+        return here == self._thread or here not in _threads_of_python()
 
     def before_forward(self, module: nn.Module, _args: object) -> None:
-        alone = _settings_alone(module)
+        alone = _settings_alone(module) if self.is_here() else None
         if alone:
             self.before[module] = {name: getattr(module, name) for name in alone}
             _set(module, alone)
 
     def after_forward(self, module: nn.Module, _args: object, _output: object) -> None:
-        _set(module, self.before.pop(module, {}))
+        if self.is_here():
+            _set(module, self.before.pop(module, {}))
+
+
+def _threads_of_python() -> set[int | None]:
+    """Return the threads that Python has started; autograd has threads of its own for the backward on each device."""
+    return {each.ident for each in threading.enumerate() if not isinstance(each, threading._DummyThread)}
 
 
 def _settings_alone(module: nn.Module) -> dict[str, Any]:

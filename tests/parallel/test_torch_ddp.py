@@ -4,6 +4,7 @@ By hand: each rank has the bare model, and after its backward ``gradient / 2`` i
 """
 
 import contextlib
+import threading
 
 import pytest
 import torch
@@ -220,3 +221,38 @@ def test_training_is_that_of_one_process_on_the_joined_batch(ranks, level):
     for weight, other in zip(weights, joined, strict=True):
         tolerance = 1e-6 if level == "O0" else 1e-3
         torch.testing.assert_close(weight, other, rtol=10 * tolerance, atol=tolerance)
+
+
+def beside_a_tool(rank):
+    """Train while another thread of rank 0 looks at another model; return the weights after 60 steps."""
+    torch.manual_seed(0)
+    model = DistributedDataParallel(Net())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    ended, looks = threading.Event(), [0]
+
+    def look():
+        other = nn.Linear(8, 2)
+        while not ended.is_set():
+            amplab.xray(other, torch.ones(2, 8))
+            looks[0] += 1
+
+    thread = threading.Thread(target=look)
+    if rank == 0:
+        thread.start()
+    try:
+        drawn = torch.Generator().manual_seed(rank)
+        for _ in range(60):
+            optimizer.zero_grad()
+            model(torch.randn(4, 8, generator=drawn)).square().mean().backward()
+            optimizer.step()
+    finally:
+        ended.set()
+        if rank == 0:
+            thread.join()
+            assert looks[0] > 3
+    return [each.detach().clone() for each in model.parameters()]
+
+
+def test_a_tool_in_another_thread_does_not_stop_the_exchange_of_gradients():
+    first, second = run_ranks(beside_a_tool)
+    assert all(map(torch.equal, first, second))
