@@ -25,7 +25,7 @@ from amplab.lab.history import History, row_of
 from amplab.lab.run_log import MOST_WAITING, RunLog, create_free, free_path, load_run, new_path
 from amplab.lab.run_log.paths import is_log_file, log_target
 from amplab.lab.run_log.ranks import rank_log
-from amplab.lab.run_log.writer import DiskFull
+from amplab.lab.run_log.writer import ClosedLog, DiskFull
 from amplab.lab.skip_explanation import ExplanationBudget, SkipExplanation
 from amplab.lab.watched_run import WatchedRun
 from amplab.parallel.rank_state import RankState
@@ -78,7 +78,7 @@ class RunStore:
         self._log: RunLog | None = None
         self._appending: tuple[StepRow, int] | None = None  # with its row in the history
         self._path: Path | None = None
-        self._closed_at = 0  # the size of the log when it was closed
+        self._closed: ClosedLog | None = None
         self._late: list[Callable[[RunLog], object]] = []  # what was noted after `close`
 
     @classmethod
@@ -96,7 +96,7 @@ class RunStore:
                 f"{steps} steps. It was altered, or lost its end: start a new run, or use an intact copy of the log."
             )
         store = cls(run.config, log=path, on_failure=on_failure)
-        store.history, store._path, store._closed_at = run.history, path, path.stat().st_size
+        store.history, store._path, store._closed = run.history, path, ClosedLog.of(path)
         last = run.history.last
         store.seconds = 0.0 if last is None else last.seconds
         return store
@@ -229,7 +229,7 @@ class RunStore:
         if self._wanted is not None and self._log is not None:
             log = self._log
             self._write(self._wanted, partial(RunLog.close, steps=len(self.history), raised=raised))
-            self._closed_at = log.size
+            self._closed = log.closed
         self._wanted = self._log = None
 
     def retire(self) -> bool:
@@ -266,7 +266,7 @@ class RunStore:
 
     def _open(self, wanted: Path) -> RunLog:
         if self._path is not None:
-            self._log = RunLog(self._path, self._config, continued_at=self._closed_at)
+            self._log = RunLog(self._path, self._config, continues=self._closed)
             return self._log
         target = log_target(wanted)
         path = target if is_log_file(target) else new_path(target, self._config)

@@ -81,6 +81,27 @@ def test_a_run_that_comes_back_to_a_log_that_has_lost_lines_says_so(runs: Path, 
     assert (log.exists() and log.read_bytes()) == left
 
 
+@pytest.mark.parametrize("aside", ["moved", "deleted"])
+def test_a_run_that_comes_back_writes_nothing_to_the_log_of_another_run(tmp_path: Path, listen, aside):
+    log = tmp_path / "run.jsonl"
+    trainer = Trainer(SMALL, log=log)
+    ear = listen(trainer)
+    trainer.run(5)
+    if aside == "moved":
+        log.rename(tmp_path / "archived.jsonl")
+    else:
+        log.unlink()  # its inode is free for the next file
+    trainer.reset()
+    trainer.run(20)
+    assert trainer.log_path == log
+    trainer.continue_from(trainer.kept.runs[0])
+    assert trainer.wait(10)
+    trainer.run(3)
+    assert "another file has its name now" in ear.of(Failed)[-1].text
+    assert (len(trainer.history), trainer.log_path) == (8, None)
+    assert len(load_run(log).history) == 20
+
+
 def test_a_run_that_comes_back_goes_on_in_its_log(runs: Path):
     trainer = Trainer(SMALL, log=runs)
     trainer.run(5)

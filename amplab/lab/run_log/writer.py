@@ -16,6 +16,7 @@ import weakref
 from contextlib import suppress
 from io import FileIO
 from pathlib import Path
+from typing import NamedTuple
 
 from amplab.display.numbers import count
 from amplab.lab.config import ExperimentConfig
@@ -32,7 +33,7 @@ from amplab.lab.watched_run import WatchedRun
 from amplab.parallel.rank_state import RankState
 from amplab.parallel.ranks import Rank
 
-__all__ = ["FLUSH_SECONDS", "MOST_WAITING", "DiskFull", "RunLog"]
+__all__ = ["FLUSH_SECONDS", "MOST_WAITING", "ClosedLog", "DiskFull", "RunLog"]
 
 FLUSH_SECONDS = 0.2
 """The longest time from one write to the next on a slow disk, while steps go on."""
@@ -51,6 +52,26 @@ class DiskFull(OSError):
     """A run log cannot grow now; its lines wait in memory, and a later flush writes them."""
 
 
+class ClosedLog(NamedTuple):
+    """A closed log that a run can continue, and what tells it from another file at its place.
+
+    Attributes:
+        size: in bytes.
+        place: the device and the inode.
+        header: the first line.
+    """
+
+    size: int
+    place: tuple[int, int]
+    header: bytes
+
+    @classmethod
+    def of(cls, path: Path) -> ClosedLog:
+        """Return what the file at `path` is now. Raises: OSError."""
+        with path.open("rb") as file:
+            return cls(os.fstat(file.fileno()).st_size, _place_of(file.fileno()), file.readline())
+
+
 class RunLog:
     """The log of one run, open for appending; it never overwrites another file. A forked process writes nothing to it.
 
@@ -61,7 +82,7 @@ class RunLog:
     Args:
         path: A file that does not exist yet; its folder is created, on a full disk by a later flush.
         config: What the run starts with.
-        continued_at: The size of the closed log of the same run at `path`, which is continued; None for a new one.
+        continues: The closed log of the same run at `path`; None for a new one.
         rank: This process, of several that train together.
 
     Attributes:
@@ -69,7 +90,7 @@ class RunLog:
 
     Raises:
         OSError: The file cannot be created or written (FileExistsError if it exists and is not continued), or it is
-            to be continued and is not there, or has lost its end.
+            to be continued and is not there, has lost its end, or is another one.
     """
 
     def __init__(
@@ -77,17 +98,18 @@ class RunLog:
         path: Path,
         config: ExperimentConfig | WatchedRun,
         *,
-        continued_at: int | None = None,
+        continues: ClosedLog | None = None,
         rank: Rank | None = None,
     ) -> None:
         self.path = path
-        self._config, self._is_continued, self._rank = config, continued_at is not None, rank
+        self._config, self._continues, self._rank = config, continues, rank
         self._process = os.getpid()
         self._file: FileIO | None = None  # until a full disk has space for it
         self._is_closed = self.is_mixed = False
         self._pending: list[str] = []  # lines that are not in the file yet
         self._written: int | None = None  # the last step in the file
-        self._size = continued_at or 0  # of the file, up to its last whole line
+        self._size = continues.size if continues else 0  # of the file, up to its last whole line
+        self._place, self._header = (0, 0), continues.header if continues else b""
         self._is_torn = False  # whether a write has begun that did not end
         self._retry = 0.0  # when a full disk is tried again
         self._due = 0.0  # when the next step is written
@@ -101,14 +123,19 @@ class RunLog:
 
     def _open(self) -> FileIO:
         """Open the file; a new one begins with the header."""
-        if not self._is_continued:
+        if self._continues is None:
             self.path.parent.mkdir(parents=True, exist_ok=True)
-        file = FileIO(str(self.path), "r+" if self._is_continued else "x", opener=_open_to_append)
+        file = FileIO(str(self.path), "x" if self._continues is None else "r+", opener=_open_to_append)
         self._closed_with_me = weakref.finalize(self, file.close)
+        if self._continues is not None:
+            self._refuse_another(file, self._continues)
         size = self._end_of_file(file)
         is_held = is_rank_log(self.path) and hold(file.fileno())
-        header = [] if self._is_continued else [new_header(self.path, self._config, self._rank, is_held=is_held)]
-        lines = [*map(json_line, header), *self._pending]
+        lines = list(self._pending)
+        if self._continues is None:
+            lines.insert(0, json_line(new_header(self.path, self._config, self._rank, is_held=is_held)))
+            self._header = lines[0].encode()
+        self._place = _place_of(file.fileno())
         self._file, self._size, self._pending = file, size, lines  # no interrupt leaves a file without a header
         return file
 
@@ -149,9 +176,9 @@ class RunLog:
         return _last_step(self._pending, self._written)
 
     @property
-    def size(self) -> int:
-        """The bytes of the file, up to the last whole line that was written."""
-        return self._size
+    def closed(self) -> ClosedLog:
+        """What `continues` takes once it is closed, up to the last whole line that was written."""
+        return ClosedLog(self._size, self._place, self._header)
 
     @property
     def waiting(self) -> int:
@@ -191,6 +218,12 @@ class RunLog:
         self._pending, self._written, self._size, self._is_torn = rest, last, size, refusal is not None
         if refusal is not None:
             raise refusal
+
+    def _refuse_another(self, file: FileIO, closed: ClosedLog) -> None:
+        """Raise if a file is not the one that was closed: its run was moved away, and another one has its name."""
+        file.seek(0)
+        if _place_of(file.fileno()) != closed.place or file.read(len(closed.header)) != closed.header:
+            raise FileExistsError(errno.EEXIST, "another file has its name now", str(self.path))
 
     def _end_of_file(self, file: FileIO) -> int:
         """Return where the next line begins; what a write that was interrupted has left there is removed."""
@@ -251,6 +284,11 @@ class RunLog:
     def _is_forked(self) -> bool:
         """Return whether this is a copy of the process that opened the log, which goes on to write the same steps."""
         return os.getpid() != self._process
+
+
+def _place_of(descriptor: int) -> tuple[int, int]:
+    status = os.fstat(descriptor)
+    return status.st_dev, status.st_ino
 
 
 def _open_to_append(path: str, flags: int) -> int:
