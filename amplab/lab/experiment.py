@@ -19,7 +19,7 @@ import operator
 import re
 import time
 from collections.abc import Iterable, Sequence, Set
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
@@ -50,7 +50,7 @@ from amplab.lab.faults import (
     switched,
     with_nan,
 )
-from amplab.lab.models import build_model
+from amplab.lab.models import MODELS, build_model
 from amplab.lab.past_skips import PastSkip, PastSkips
 from amplab.lab.rank_exchange import RankExchange
 from amplab.lab.run_log.json_lines import is_count, is_number
@@ -72,6 +72,7 @@ from amplab.trace.handed_step import ModelGroup
 from amplab.trace.kept_tensors import KeptBytes
 from amplab.trace.random_states import random_states_kept
 from amplab.trace.recorder import Observer
+from amplab.trace.tensor_copies import write_value
 
 __all__ = [
     "SCORE_EVERY",
@@ -126,6 +127,8 @@ class Experiment:
         self._task = load_task(config.task, config.seed)
         self._task.check_batch_size(config.batch_size)
         self._model = build_model(config.model, config.hidden, config.seed)
+        self._draws = MODELS[config.model].draws
+        self._copy: nn.Module | None = None  # building it again would draw
         self._nonfinite_at_start = frozenset(_nonfinite_buffers(self._model))
         self._optimizers, self._names, self._rates = list[Optimizer](), list[list[str]](), list[list[float]]()
         self._build_optimizers(config)
@@ -220,7 +223,7 @@ class Experiment:
         self._rerun.remember(batches[0] if len(batches) == 1 else batches)
         losses, exponents = list[Tensor](), list[float]()
         for number, optimizer in enumerate(self._optimizers):
-            with self._task.random_states_kept():
+            with self._random_states_kept():
                 losses += self._backward(number, batches)
             if self._step < self._measure_memory_until or self._step % SCORE_EVERY == 0:
                 self._memory = self._session.memory()
@@ -362,8 +365,8 @@ class Experiment:
         modes = [(module, module.training) for module in self._model.modules()]
         try:
             self._model.eval()
-            with torch.no_grad(), self._session.casting(), self._task.random_states_kept():
-                self._task.seed_forward(self._step, len(self._task.losses))
+            with torch.no_grad(), self._session.casting(), self._random_states_kept():
+                self._seed_forward(self._step, len(self._task.losses))
                 return self._task.measure(self._model)
         finally:
             for module, training in modes:
@@ -482,11 +485,12 @@ class Experiment:
         An injected underflow shrinks them as it shrinks the loss. The experiment does not change: dropout draws
         what the next step will draw again.
         """
-        model = self._float32_copy()
+        model = self._float32_copy(self._copy)
+        self._copy = None if self._draws else model  # a model of one's own may hold more than its weights
         grads: dict[str, Tensor] = {}
         for number, names in enumerate(self._names):
             model.zero_grad(set_to_none=True)
-            with self._task.random_states_kept():
+            with self._random_states_kept():
                 for part in self._parts(number):
                     batch = self._batch(self._step, part.batch)
                     shrunk(self._forward(model, part, batch, self._step), self._faults).backward()
@@ -610,11 +614,19 @@ class Experiment:
     def _forward(self, model: nn.Module, part: _Part, batch: Any, step: int, faults: Set[str] = frozenset()) -> Tensor:
         """Return the loss of one part, with the random numbers that belong to it."""
         place = self._batch_in_step(part.batch) * (len(self._task.losses) + 1) + part.loss_id
-        self._task.seed_forward(step, place)
+        self._seed_forward(step, place)
         without_floats = "nan" in faults and not floating_tensors_in(batch)
         with nan_in_first_activation(model) if without_floats else nullcontext():
             loss = part.loss.of(model, batch)
         return loss if self._config.accumulate == 1 else loss / self._config.accumulate
+
+    def _seed_forward(self, step: int, place: int) -> None:
+        if self._draws:
+            self._task.seed_forward(step, place)
+
+    def _random_states_kept(self) -> AbstractContextManager[None]:
+        """Restore what `_seed_forward` seeds; without it nothing, since other threads may draw meanwhile."""
+        return self._task.random_states_kept() if self._draws else nullcontext()
 
     def _batch(self, step: int, number: int = 0, faults: Set[str] = frozenset()) -> Any:
         batch = self._task.batch(self._batch_in_data(step, number), self._config.batch_size)
@@ -727,16 +739,20 @@ class Experiment:
                 if "momentum" in group and config.optimizer != OWN:
                     group["momentum"] = config.momentum
 
-    def _float32_copy(self) -> nn.Module:
-        """Return another model with the current weights in float32 (the masters if there are any) and buffers."""
+    def _float32_copy(self, model: nn.Module | None = None) -> nn.Module:
+        """Return another model with the current weights in float32 (the masters if there are any) and buffers.
+
+        Args:
+            model: One that an earlier call has returned, to write into; None for a new one.
+        """
         config = self._config
-        model = build_model(config.model, config.hidden, config.seed)
+        model = model or build_model(config.model, config.hidden, config.seed)
         current = {**dict(self._model.named_parameters()), **dict(self._model.named_buffers())}
         for optimizer, names in zip(self._optimizers, self._names, strict=True):
             current |= dict(zip(names, self._session.master_params(optimizer), strict=True))
         with torch.no_grad():
             for name, value in (*model.named_parameters(), *model.named_buffers()):
-                value.copy_(current[name])
+                write_value(value, current[name].to(value.dtype))
         return model
 
 

@@ -36,24 +36,30 @@ class ModelChoice:
         label: Its name in the dashboard.
         build: Takes the width of the hidden layers and returns the model; several models as one `ModelGroup`.
         tasks: Names of the tasks that can train it.
+        draws: Whether its forward, or its loss, draws random numbers.
     """
 
     label: str
     build: Callable[[int], nn.Module]
     tasks: tuple[str, ...] = ("digits",)
+    draws: bool = True
 
 
 MODELS: dict[str, ModelChoice] = {}
 """The models, keyed by their name in a config."""
 
 
-def register_model(name: str, *, label: str, task: str | tuple[str, ...] = "digits") -> Callable[[Build], Build]:
+def register_model(
+    name: str, *, label: str, task: str | tuple[str, ...] = "digits", draws: bool = True
+) -> Callable[[Build], Build]:
     """Decorate a class or a function so that a config can name it.
 
     Args:
         name: The name in a config, lower case and without spaces.
         label: The name in the dashboard.
         task: Name of the task that can train it, or of several.
+        draws: Whether its forward, or its loss, draws random numbers, as dropout does. Each step then seeds torch's
+            generator and restores it afterwards; what other threads draw meanwhile is not what their seed says.
 
     Raises:
         TypeError: What is decorated cannot be called.
@@ -69,7 +75,7 @@ def register_model(name: str, *, label: str, task: str | tuple[str, ...] = "digi
             raise TypeError(
                 f"register_model({name!r}) got {build!r}: expected a class or a function that takes a width."
             )
-        MODELS[name] = ModelChoice(label, build, (task,) if isinstance(task, str) else task)
+        MODELS[name] = ModelChoice(label, build, (task,) if isinstance(task, str) else task, draws)
         return build
 
     return register
@@ -84,7 +90,7 @@ def models_of(task: str) -> dict[str, ModelChoice]:
     return {name: choice for name, choice in MODELS.items() if task in choice.tasks}
 
 
-@register_model("mlp", label="MLP", task=DIGITS)
+@register_model("mlp", label="MLP", task=DIGITS, draws=False)
 class MLP(nn.Module):
     """Two hidden layers: 64 → hidden → hidden → 10.
 
@@ -109,7 +115,7 @@ class MLP(nn.Module):
         return logits
 
 
-@register_model("cnn", label="CNN", task=DIGITS)
+@register_model("cnn", label="CNN", task=DIGITS, draws=False)
 class CNN(nn.Module):
     """Two convolutions with BatchNorm, one hidden layer.
 

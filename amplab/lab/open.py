@@ -103,7 +103,8 @@ def open(
 
     With `model` and `data` the experiment trains a model of your own. The lab needs fresh models and optimizers for
     Reset and Compare: it calls the functions that it was given, or copies the objects as they are now. What you pass is
-    not changed.
+    not changed. While such an experiment runs, each step seeds the generators of torch, Python and NumPy, and restores
+    them: pause it before a cell that needs random numbers of its own.
 
     Args:
         config: An `ExperimentConfig`, or its string as a dashboard's `config()` returns it; None for the default one.

@@ -94,8 +94,10 @@ class Trainer:
     The trainer's thread computes with one intra-op thread, which makes runs repeatable and leaves the other cores to
     the browser. Other threads keep their number.
 
-    Trainers of one process take turns, step by step: torch has one CPU generator for all threads, which a step seeds
-    and restores. A run therefore has the bits that it has alone, unless another thread draws from it during a step.
+    Trainers of one process take turns, step by step: torch has one CPU generator for all threads, which the step of a
+    model that draws random numbers seeds and restores (see `register_model`). Such a run has the bits that it has
+    alone, unless another thread draws during a step; and what another thread draws then is not what its seed says, and
+    may come twice. The models of the lab draw none.
 
     Args:
         config: The experiment; None for the default one.

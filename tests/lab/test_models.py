@@ -1,10 +1,13 @@
 """The models: shapes, seeds, and the layers that mixed precision treats differently."""
 
+from unittest import mock
+
 import pytest
 import torch
 from torch import nn
 
-from amplab.lab import build_model
+from amplab.lab import Experiment, ExperimentConfig, build_model
+from amplab.lab.models import MODELS
 
 
 @pytest.mark.parametrize("name", ["mlp", "cnn"])
@@ -35,6 +38,24 @@ def test_only_the_cnn_has_batchnorm():
     assert nn.BatchNorm2d in kinds["cnn"]
     assert nn.Conv2d in kinds["cnn"]
     assert nn.BatchNorm2d not in kinds["mlp"]
+
+
+@pytest.mark.parametrize(
+    ("task", "model"), [(task, name) for name, each in MODELS.items() if not each.draws for task in each.tasks]
+)
+def test_the_models_of_the_lab_draw_no_random_numbers(task, model):
+    """So their steps neither seed nor restore the generator, from which other threads draw meanwhile."""
+    experiment = Experiment(ExperimentConfig(task=task, model=model, hidden=16, batch_size=8, opt_level="O0"))
+    before = torch.get_rng_state()
+    for _ in range(3):
+        experiment.step()
+    experiment.score()
+    assert torch.equal(torch.get_rng_state(), before)
+    experiment.gradients()
+    with mock.patch.object(torch, "set_rng_state", side_effect=AssertionError("restored")):
+        experiment.step()
+        experiment.score()
+        experiment.gradients()
 
 
 def test_unknown_model_is_refused():

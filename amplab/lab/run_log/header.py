@@ -53,7 +53,7 @@ def new_header(
         rank: this process, of several that train together.
         is_held: whether the process holds the lock of the log.
     """
-    header = {"amplab_run": FORMAT, "amplab": __version__, "started": datetime.now(UTC).isoformat("T", "seconds")}
+    header = {"amplab_run": FORMAT, "amplab": __version__, "started": datetime.now(UTC).isoformat("T", "milliseconds")}
     place = {} if rank is None else {**asdict(rank), "held": held_by(path) if is_held else ["", 0]}
     return {**header, **place, "config": str(config), "columns": list(COLUMNS)}
 

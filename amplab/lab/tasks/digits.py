@@ -140,7 +140,7 @@ class EvenTask(ImageTask):
         return float((predicted == (self.held_out_labels > 0)).float().mean().item())
 
 
-@register_model("even-mlp", label="MLP, one output", task=("even-bce", "even-logits"))
+@register_model("even-mlp", label="MLP, one output", task=("even-bce", "even-logits"), draws=False)
 class EvenMLP(nn.Module):
     """The MLP of the digits with one logit, which is positive for even digits.
 

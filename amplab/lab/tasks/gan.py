@@ -156,7 +156,7 @@ class Discriminator(nn.Module):
         return logits
 
 
-@register_model("dcgan", label="DCGAN", task="gan")
+@register_model("dcgan", label="DCGAN", task="gan", draws=False)
 def _dcgan(hidden: int) -> ModelGroup:
     channels = max(hidden // 4, 1)
     models = {"discriminator": Discriminator(channels), "generator": Generator(channels)}

@@ -131,7 +131,7 @@ SMALL_TARGETS_CHOICE = TaskChoice(
 PRESSURE_CHOICE = TaskChoice("air pressure", _load_pressure, score=R_SQUARED, learning_rates={"sgd": 0.03})
 
 
-@register_model("small-targets-mlp", label="MLP", task="small-targets")
+@register_model("small-targets-mlp", label="MLP", task="small-targets", draws=False)
 class SmallTargetsNet(nn.Module):
     """Two hidden layers; the output layer starts at zero, as is usual for small targets: 16 → hidden → hidden → 64.
 
@@ -157,7 +157,7 @@ class SmallTargetsNet(nn.Module):
         return predictions
 
 
-@register_model("barometer", label="LayerNorm + MLP", task="pressure")
+@register_model("barometer", label="LayerNorm + MLP", task="pressure", draws=False)
 class BarometerNet(nn.Module):
     """LayerNorm over the pressures, then two hidden layers: 16 → hidden → hidden → 1.
 

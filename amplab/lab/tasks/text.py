@@ -180,15 +180,15 @@ class CharTransformer(nn.Module):
         return logits
 
 
-register_model("transformer", label="transformer", task="text")(CharTransformer)
+register_model("transformer", label="transformer", task="text", draws=False)(CharTransformer)
 
 
-@register_model("handmade-softmax", label="transformer, softmax by hand", task="text")
+@register_model("handmade-softmax", label="transformer, softmax by hand", task="text", draws=False)
 def _by_hand(hidden: int) -> CharTransformer:
     return CharTransformer(hidden, _AttentionByHand)
 
 
-@register_model("lstm", label="LSTM", task="text")
+@register_model("lstm", label="LSTM", task="text", draws=False)
 class CharLSTM(nn.Module):
     """One LSTM layer.
 
