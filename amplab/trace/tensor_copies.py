@@ -26,21 +26,28 @@ class TensorCopy(NamedTuple):
 
     def restore(self) -> None:
         """Restore the storage, the value and `requires_grad`."""
-        if self.alias.layout is torch.strided:
-            write_value(self.alias, self.value)
-            if self.tensor.layout is not torch.strided or self.tensor.data_ptr() != self.alias.data_ptr():
-                self.tensor.data = self.alias
-        else:
+        if self.alias.layout is not torch.strided or self.alias.is_nested:
             write_value(self.tensor, self.value)
+        else:
+            write_value(self.alias, self.value)
+            if not self._is_in_place():
+                self.tensor.data = self.alias
         if self.tensor.requires_grad != self.requires_grad:
             self.tensor.requires_grad_(self.requires_grad)
 
+    def _is_in_place(self) -> bool:
+        """Whether the tensor has the storage and the shape that it had."""
+        now, before = self.tensor, self.alias
+        is_same = now.layout is before.layout and now.shape == before.shape and now.stride() == before.stride()
+        return is_same and now.data_ptr() == before.data_ptr()
+
 
 def write_value(tensor: Tensor, value: Tensor) -> None:
-    """Write a value of the same shape and layout into a tensor, whose version does not count it."""
-    if tensor.layout is torch.sparse_coo:  # an alias of it gets new storage when it is written to
+    """Write a value of the same layout into a tensor, whose version does not count it."""
+    # An alias of a sparse tensor gets new storage when it is written to.
+    if tensor.layout is torch.sparse_coo or tensor.shape != value.shape:
         tensor.data = value.clone()
-    elif tensor.layout is torch.strided:
+    elif tensor.layout is torch.strided and not tensor.is_nested:
         alias = tensor.data
         _once(alias, alias).copy_(_once(value, alias))
     else:

@@ -410,3 +410,14 @@ def test_a_loss_scale_that_skipped_steps_have_lowered_is_no_finding_of_its_own()
     assert "-1e+09" in found[0].cause
     assert found[0].evidence["constant"] == -1e9
     assert not [each for each in found if each.name == "gradients-underflow"]
+
+
+@pytest.mark.parametrize("level", [None, "O1"])
+def test_an_overflow_is_found_without_a_loss(level):
+    """The doctor then takes the sum of the output, which says nothing of a rate that is too large."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 2))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    found = amplab.doctor(model, torch.randn(8, 4) * 1e5, optimizer=optimizer, opt_level=level)
+    assert bool(found) == (level == "O1")
+    assert "diverging" not in [each.name for each in found]

@@ -39,6 +39,8 @@ CHANGES = {
     "a parameter's dtype": lambda model: model.half(),
     "a parameter for another": lambda model: setattr(model, "weight", nn.Parameter(torch.zeros(2))),
     "requires_grad": lambda model: model.weight.requires_grad_(False),
+    "a buffer's shape": lambda model: model.hidden.resize_(6),
+    "a buffer's shape and storage": lambda model: model.hidden.resize_(6000),
     "a buffer in place": lambda model: model.steps.add_(1),
     "buffers for others": rebind,
     "a new buffer": lambda model: model.register_buffer("fresh", torch.ones(2)),

@@ -118,13 +118,21 @@ def nonfinite_buffers(model: nn.Module) -> Iterator[Finding]:
     """
     for path, module in model.named_modules():
         is_norm = isinstance(module, _NormBase)
-        bad = {name: buffer for name, buffer in module.named_buffers(recurse=False) if _is_bad(buffer, is_norm)}
+        buffers = {name: _stored(buffer) for name, buffer in module.named_buffers(recurse=False)}
+        bad = {name: values for name, values in buffers.items() if _is_bad(values, is_norm)}
         if bad and all(bool(each.detach().isfinite().all()) for each in model.parameters()):
             yield _nonfinite_buffer(path, bad, is_norm=is_norm)
 
 
-def _is_bad(buffer: Tensor, statistics: bool) -> bool:
-    return buffer.is_floating_point() and bool((~buffer.isfinite() if statistics else buffer.isnan()).any())
+def _stored(buffer: Tensor) -> Tensor:
+    """Return the elements that are in memory, of a sparse or jagged tensor too; none of another nested one."""
+    if buffer.layout is torch.strided:
+        return torch.empty(0) if buffer.is_nested else buffer
+    return buffer.coalesce().values() if buffer.layout is torch.sparse_coo else buffer.values()
+
+
+def _is_bad(values: Tensor, statistics: bool) -> bool:
+    return values.is_floating_point() and bool((~values.isfinite() if statistics else values.isnan()).any())
 
 
 def _nonfinite_buffer(path: str, bad: dict[str, Tensor], *, is_norm: bool) -> Finding:

@@ -204,3 +204,21 @@ def test_a_parameter_of_the_model_itself_is_taken_in():
         held = [each for own, each in model.named_parameters() if own != name]
         finding = remedy_for(model, lambda: model(torch.ones(2, 4)).square().mean(), [torch.optim.SGD(held, lr=0.1)])
         assert finding.remedy.count(f"get_parameter('{name}')") == 1
+
+
+STORED_OTHERWISE = {
+    "sparse": lambda values: values.to_sparse(),
+    "compressed": lambda values: values.to_sparse_csr(),
+    "jagged": lambda values: torch.nested.nested_tensor([*values], layout=torch.jagged),
+}
+
+
+@pytest.mark.filterwarnings("ignore:Sparse .* tensor support is in beta:UserWarning")
+@pytest.mark.parametrize("kind", STORED_OTHERWISE)
+def test_a_buffer_that_is_not_dense(kind):
+    model = network()
+    model.register_buffer("graph", STORED_OTHERWISE[kind](torch.eye(3)))
+    assert not list(nonfinite_buffers(model))
+    model.graph = STORED_OTHERWISE[kind](torch.eye(3) * torch.nan)
+    (finding,) = nonfinite_buffers(model)
+    assert "graph" in finding.symptom
