@@ -158,7 +158,7 @@ class Checkpoints:
             _hold(self.log)
             experiment.save(self.path, {"log_bytes": self.log.stat().st_size, "saved": datetime.now().isoformat()})
             if self._step < 0:
-                _prune(self.log.parent)
+                _prune(self.log.parent, self.path)
         self._step = experiment.steps_done
 
 
@@ -247,12 +247,15 @@ def _is_of_the_lab(path: Path) -> bool:
     return True
 
 
-def _prune(folder: Path) -> None:
-    """Remove all checkpoints but the latest, and unlock the logs of runs without one. Other files stay."""
+def _prune(folder: Path, present: Path) -> None:
+    """Remove all checkpoints but the latest and the present one; unlock the logs of runs without one.
+
+    Other files stay.
+    """
     remove_partials(folder, f"*{SUFFIX}")
     beside_logs = [path for path in _newest_first(folder, f"*{SUFFIX}") if path.with_suffix(".jsonl").is_file()]
     for path in beside_logs[KEPT:]:
-        if _is_of_the_lab(path):
+        if path != present and _is_of_the_lab(path):  # a clock that was ahead has dated others later
             with suppress(OSError):
                 path.unlink()
     for log in [log for log in _held if not os.path.exists(log.with_suffix(SUFFIX))]:

@@ -72,7 +72,7 @@ class RunStore:
         self.budget = ExplanationBudget()
         self.found: deque[tuple[int, Finding]] = deque(maxlen=LOOK_BACK)
         self.examined: tuple[tuple[int, Finding], ...] = ()
-        self._wanted = None if log is None else given_path(log, "log")
+        self._wanted = None if log is None else given_path(log, "log").absolute()  # the working folder may change
         self._on_failure, self._advice = on_failure, advice
         self._has_told_full = self._has_told_mixed = False
         self._log: RunLog | None = None

@@ -206,6 +206,40 @@ def test_files_of_others_with_the_same_endings_stay(tmp_path: Path) -> None:
     assert {(tmp_path / name).read_text() for name in others} == {"of the user"}
 
 
+def test_a_run_keeps_its_checkpoint_beside_later_ones_of_a_clock_that_was_ahead(tmp_path: Path) -> None:
+    for _ in range(KEPT):
+        trainer = Trainer(SMALL, log=tmp_path)
+        trainer.run(1)
+        trainer.stop()
+        assert trainer.wait(10)
+    for path in tmp_path.glob("*.checkpoint"):
+        os.utime(path, (time.time() + 3600, time.time() + 3600))
+    trainer = Trainer(SMALL, log=tmp_path)
+    trainer.run(5)
+    assert trainer.log_path.with_suffix(".checkpoint").exists()
+    trainer.stop()
+
+
+def test_the_log_and_its_checkpoints_stay_where_they_are_if_the_working_folder_changes(tmp_path, monkeypatch) -> None:
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path)
+    trainer = Trainer(SMALL, log="runs")
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    trainer.run(3)
+    assert trainer.log_path.parent == tmp_path / "runs"
+    monkeypatch.chdir(tmp_path)
+    trainer.run(3)
+    trainer.stop()
+    assert trainer.wait(10)
+    assert last_step(trainer.log_path.with_suffix(".checkpoint")) == 6
+    assert len(load_run(trainer.log_path).history) == 6
+    assert not any((tmp_path / "elsewhere").iterdir())
+
+
+def last_step(checkpoint: Path) -> int:
+    return torch.load(checkpoint)["position"]
+
+
 def test_a_checkpoint_does_not_replace_a_file_of_others(tmp_path: Path, listen) -> None:
     other = tmp_path / "run.checkpoint"
     torch.save({"weights": torch.ones(3)}, other)

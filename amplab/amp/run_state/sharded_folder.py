@@ -5,7 +5,7 @@
                                       an empty tensor on the meta device has the place of each DTensor
 
 A folder is written beside its place and renamed. A process that is killed leaves PATH as it was, or, between two
-renames, PATH.previous, which is then read.
+renames, the hidden folder .PATH.previous, which is then read.
 """
 
 import os
@@ -169,7 +169,7 @@ def _name(rank: int) -> str:
 
 
 def _previous(path: Path) -> Path:
-    return path.with_name(f"{short_name(path.name)}.previous")
+    return path.with_name(f".{short_name(path.name)}.previous")
 
 
 def _present(path: Path) -> Path:

@@ -1,6 +1,7 @@
 """A sharded run saved by two ranks: it continues bitwise on two ranks, and loads bitwise on one and on three."""
 
 import os
+import shutil
 from contextlib import nullcontext
 from unittest import mock
 
@@ -84,6 +85,8 @@ def saves_and_continues(rank, folder):
     found["apex"] = apex(folder / "apex", rank)
     found["refused"] = refused(folder)
     found["others"] = others_folders(folder / "others")
+    (folder / "backup").mkdir(exist_ok=True)
+    found["backup"] = the_backup_of_a_user(folder / "backup")
     found["kept"] = position_after_two_failed_renames(rank, folder)
     found["stopped"] = [after_an_error_of_one_rank(rank, folder, error) for error in (KeyboardInterrupt, OSError)]
     return found
@@ -138,7 +141,7 @@ def refused(folder):
 
 OTHERS = {
     "a user's folder": ("run", "notes.txt"),
-    "one in place of a previous run": ("run.previous", "notes.txt"),
+    "one in place of a previous run": (".run.previous", "notes.txt"),
     "a checkpoint of torch": ("run", ".metadata"),
     "a saved run with a file of the user's": ("run", "config.json"),
 }
@@ -165,13 +168,26 @@ def others_folders(folder):
     return found
 
 
+def the_backup_of_a_user(folder):
+    """Rename the run of the epoch before, and save the next one; return the positions that are there in the end."""
+    model, _, _ = new_run("SGD")
+    path, backup = folder / "run", folder / "run.previous"
+    for epoch in range(3):
+        if dist.get_rank() == 0 and path.exists():
+            shutil.rmtree(backup, ignore_errors=True)
+            path.rename(backup)
+        dist.barrier()
+        amp.save_run_state(path, model=model, position=epoch)
+    return [amp.load_run_state(each, model=model).position for each in (backup, path)]
+
+
 def position_after_two_failed_renames(rank, folder):
     """Save 1, end between the two renames of the next save, and fail before the second rename of another one."""
     model, _, _ = new_run("SGD")
     path = folder / "kept"
     amp.save_run_state(path, model=model, position=1)
     if rank == 0:
-        path.rename(folder / "kept.previous")
+        path.rename(folder / ".kept.previous")
     dist.barrier()
     replace = os.replace
 
@@ -252,6 +268,10 @@ def test_a_folder_with_something_else_is_not_replaced(saved, what):
         assert text == "of the user"
 
 
+def test_a_backup_beside_it_stays(saved):
+    assert [each["backup"] for each in saved] == [[1, 2], [1, 2]]
+
+
 def test_a_save_keeps_the_folder_of_an_interrupted_rename_until_its_own_is_in_place(saved):
     assert [each["kept"] for each in saved] == [1, 1]
 
@@ -276,8 +296,8 @@ def test_loads_bitwise_in_one_process(folder, name):
 
 @pytest.mark.usefixtures("saved")
 def test_a_rename_that_was_interrupted_loses_nothing(folder):
-    (folder / "SGD").rename(folder / "SGD.previous")
+    (folder / "SGD").rename(folder / ".SGD.previous")
     try:
         assert loaded(folder, "SGD")[0]
     finally:
-        (folder / "SGD.previous").rename(folder / "SGD")
+        (folder / ".SGD.previous").rename(folder / "SGD")
