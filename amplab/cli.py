@@ -8,6 +8,7 @@ declarations.
 """
 
 import argparse
+import atexit
 import errno
 import importlib
 import inspect
@@ -18,7 +19,7 @@ import sys
 import tempfile
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from difflib import get_close_matches
 from pathlib import Path
 from types import FunctionType
@@ -74,7 +75,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for name in ("stdout", "stderr"):
         if getattr(sys, name) is None:  # a shell has closed it (>&-)
             setattr(sys, name, open(os.devnull, "w", encoding="utf-8"))  # noqa: SIM115  for the process
-    with _ended_by_ctrl_c(is_own := arguments is None):  # imports of torch take seconds
+    interrupted: list[str] = []  # the command
+    if is_own := arguments is None:
+        atexit.register(_end_interrupted_training, interrupted)  # the first one is called last
+    with _ended_by_ctrl_c(is_own):  # imports of torch take seconds
         options, unknown = build_parser().parse_known_args(arguments)
     if unknown:
         return refuse(options, ValueError(unknown_words(options, unknown)))
@@ -94,8 +98,21 @@ def main(arguments: Sequence[str] | None = None) -> int:
             )
         return 1
     except KeyboardInterrupt:
+        interrupted.append(options.command)
         _end_by_ctrl_c(is_own)  # without the traceback of what runs at exit
         return INTERRUPTED
+
+
+def _end_interrupted_training(interrupted: Sequence[str]) -> None:
+    """End this process if Ctrl-C did not wait for a step: its thread is inside torch, which aborts when Python ends.
+
+    What runs at exit has run, so the log is closed. A script of `amplab run` may have files that Python flushes later.
+    """
+    if "train" in interrupted:
+        for stream in (sys.stdout, sys.stderr):
+            with suppress(OSError, ValueError):  # its reader has closed it, or a program has
+                stream.flush()
+        os._exit(INTERRUPTED)
 
 
 def _is_closed_by_its_reader(stream: TextIO) -> bool:

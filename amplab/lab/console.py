@@ -30,6 +30,7 @@ __all__ = ["TrainSummary", "check_trainable", "train"]
 
 _REDRAW_SECONDS = 0.1
 _LINE_SECONDS = 2.0
+_STEP_SECONDS = 3.0  # for the end of a step after Ctrl+C, before a line says that it takes longer
 _BAR = 24
 
 
@@ -104,6 +105,7 @@ def train(
     """Train `steps` steps, print the progress and a table of results, and write a run log.
 
     Ctrl+C stops at a step boundary and prints the table for the steps that are done; the log is complete up to there.
+    A second one does not wait for the boundary: it raises KeyboardInterrupt.
 
     Args:
         config: What to train.
@@ -142,7 +144,7 @@ def train(
     except KeyboardInterrupt:
         interrupted = True
     finally:
-        _pause(trainer, exchange)
+        _pause(trainer, exchange, progress if interrupted else None)
     interrupted |= exchange is not None and "stop" in exchange.agreed
     progress.finish(interrupted)
     summary = _summary(trainer, interrupted)
@@ -180,10 +182,16 @@ def _tell(silent: SilentRanks, progress: _Progress) -> None:
                 sys.stderr.write(f"amplab train: {line}\n")
 
 
-def _pause(trainer: Trainer, exchange: RankExchange | None) -> None:
-    """Stop training after a step: of several ranks after the same one, since each waits for the others in a step."""
+def _pause(trainer: Trainer, exchange: RankExchange | None, progress: _Progress | None) -> None:
+    """Stop training after a step: of several ranks after the same one, since each waits for the others in a step.
+
+    After an interrupt, `progress` gets a line if the step takes long.
+    """
     if exchange is None:
         trainer.pause()
+        if progress is not None and not trainer.wait(_STEP_SECONDS):
+            kept = "" if trainer.log_path is None else "; the log has every step so far"
+            progress.line(f"Waiting for the end of the present step. Press Ctrl+C again to end now{kept}.")
     elif trainer.state == "running":
         exchange.request("stop")
     trainer.wait()

@@ -15,6 +15,7 @@ import numpy as np
 
 from amplab.amp import MemoryUse
 from amplab.lab.config import ExperimentConfig
+from amplab.lab.events import Failed
 from amplab.lab.experiment import Experiment
 from amplab.lab.history import History
 from amplab.lab.run_store import RunStore
@@ -55,6 +56,7 @@ class KeptRun:
         is_shown: Whether its line is drawn.
         is_training: Whether it is being trained.
         error: Why its training failed, "" if it did not.
+        failure: What was published when it failed as the present run.
     """
 
     number: int
@@ -69,6 +71,7 @@ class KeptRun:
     is_shown: bool = True
     is_training: bool = False
     error: str = ""
+    failure: Failed | None = None
 
     @property
     def history(self) -> History:
@@ -144,15 +147,15 @@ class KeptRuns:
         experiment: Experiment,
         *,
         is_compared: bool = False,
-        error: str = "",
+        failure: Failed | None = None,
     ) -> KeptRun:
         """Add a run and return it; drop what exceeds the limits."""
         with self._lock:
             self._numbers += 1
             taken = {run.name for run in self._runs}
             free = next(each for each in _candidates(name) if each not in taken)
-            run = KeptRun(self._numbers, free, config, store, experiment, experiment.memory(), error=error)
-            run.is_compared = is_compared
+            run = KeptRun(self._numbers, free, config, store, experiment, experiment.memory(), is_compared=is_compared)
+            run.failure, run.error = failure, "Training failed." if failure else ""
             self.put(run)
             return run
 

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import errno
 import math
+import os
 from os import PathLike
+from typing import Any
 
 from amplab.amp.run_state.paths import given_path
 from amplab.lab.events import StepRecord
@@ -17,6 +20,9 @@ class TensorBoardScalars:
     Args:
         folder: where to write the event files.
 
+    Attributes:
+        folder: where they are.
+
     Raises:
         ImportError: TensorBoard is not installed.
     """
@@ -28,11 +34,20 @@ class TensorBoardScalars:
             raise ImportError(
                 "tensorboard=…: TensorBoard is not installed; run: python -m pip install tensorboard, or omit it."
             ) from error
-        self._writer = SummaryWriter(str(given_path(folder, "tensorboard")))
+        self.folder = given_path(folder, "tensorboard").absolute()  # events are written later
+        self._writer = SummaryWriter(str(self.folder))
+        self._process = os.getpid()
         self._skips = 0
 
     def write(self, record: StepRecord, gradient_norm: float | None) -> None:
-        """Write one step, without the values that were not measured."""
+        """Write one step, without the values that were not measured.
+
+        Raises:
+            OSError: a step before could not be written, since the disk is full or the folder is deleted; the process
+                was forked from the one that writes.
+        """
+        if self._is_forked():  # without the thread that writes, values would wait for ever
+            raise OSError(errno.EPERM, "the process was forked from the one that writes them")
         self._skips += record.skipped
         values = {
             "loss": record.loss,
@@ -46,5 +61,20 @@ class TensorBoardScalars:
                 self._writer.add_scalar(f"amplab/{name}", value, record.step)
 
     def close(self) -> None:
-        """Write the remaining values and close the files."""
-        self._writer.close()
+        """Write the remaining values and end the thread that writes; no effect in a forked process.
+
+        Raises:
+            OSError: they cannot be written; the thread has ended all the same.
+        """
+        if self._is_forked():
+            return
+        files: list[Any] = list((self._writer.all_writers or {}).values())
+        try:
+            self._writer.close()
+        except Exception:  # before it ended the thread
+            for file in files:
+                file.close()
+            raise
+
+    def _is_forked(self) -> bool:
+        return os.getpid() != self._process

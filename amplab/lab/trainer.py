@@ -154,7 +154,7 @@ class Trainer:
         self._requests: set[str] = set()  # that wait in the queue
         self._speed: float | None = None
         self._due = 0.0  # when the next step may begin, by time.monotonic()
-        self._is_broken = False  # whether the present run has failed; a reset has changed the state already
+        self._failure: Failed | None = None  # of the present run; a reset has changed the state already
         self._has_reported_kernels = self._has_reported_buffers = False
         self._nonfinite_buffers: tuple[str, ...] = ()
         kernels.ensure(on_report=_no_warning)
@@ -580,7 +580,8 @@ class Trainer:
             self.wait(_STEP_SECONDS)
             raise
         if self._state == "failed":
-            raise RuntimeError(f"run({steps}): failed at step {len(self.history)}. {self.failures[-1].text}")
+            told = [failure.text for failure in self.failures if failure.fatal]  # none if another thread resets now
+            raise RuntimeError(f"run({steps}): failed at step {len(self.history)}. {''.join(told[-1:])}")
         return self.history
 
     def wait(self, timeout: float | None = None) -> bool:
@@ -728,7 +729,8 @@ class Trainer:
             experiment = Experiment(config, exchange=self._exchange)
         except BaseException:  # noqa: BLE001 - as a task without its data; the present run is whole
             self._wanted = previous
-            self._end_in_failure(f"The new run cannot begin; a reset keeps the present one.\n{traceback.format_exc()}")
+            text = f"The new run cannot begin; a reset keeps the present one.\n{traceback.format_exc()}"
+            self._end_in_failure(Failed(text, fatal=True))
             return
         replaced = self._retire()
         if not is_undo:
@@ -752,7 +754,7 @@ class Trainer:
         """Train another experiment from now on."""
         self._name, self._experiment, self._store = name, experiment, store
         self._explainer = self._new_explainer()
-        self._is_broken = self._has_reported_buffers = False
+        self._failure, self._has_reported_buffers = None, False
         self._nonfinite_buffers = experiment.nonfinite_buffers()
         self._publisher.forget_run()
         self._memory = None
@@ -763,8 +765,7 @@ class Trainer:
         self._retired.add(self._store)
         if not len(self.history):
             return None
-        error = "Training failed." if self._is_broken else ""
-        kept = self._kept.keep(self._name, self.config, self._store, self._experiment, error=error)
+        kept = self._kept.keep(self._name, self.config, self._store, self._experiment, failure=self._failure)
         self._worker.post(partial(self._measure, kept))
         return kept
 
@@ -785,11 +786,13 @@ class Trainer:
         self._retired.take_back(run.store)
         run.store.reopen()
         self._present(run.name, run.experiment, run.store, previous)
+        self._failure = run.failure
+        if run.failure is not None:
+            self._publisher.publish(run.failure)
         with self._lock:
             self._wanted = self.config
-            self._is_broken = bool(run.error)
-            if not self._stops and (self._state != "running" or run.error):
-                self._enter("failed" if run.error else "paused", again=True)
+            if not self._stops and (self._state != "running" or run.failure):
+                self._enter("failed" if run.failure else "paused", again=True)
 
     def _restore(self, saved: Checkpoint) -> None:
         """Continue a saved run in place of the present one."""
@@ -924,16 +927,16 @@ class Trainer:
             self._publisher.publish(Failed(f"{what}\n{traceback.format_exc()}", attempted=True))
 
     def _fail(self, text: str) -> None:
-        self._is_broken = True
-        self._end_in_failure(f"The run failed at step {len(self.history)}.\n{text}")
+        self._failure = Failed(f"The run failed at step {len(self.history)}.\n{text}", fatal=True)
+        self._end_in_failure(self._failure)
 
-    def _end_in_failure(self, text: str) -> None:
+    def _end_in_failure(self, failure: Failed) -> None:
         if self._exchange is not None:
             self._exchange.is_over = True
         with self._lock:
             self._enter("failed")
         self._store.flush()
-        self._publisher.publish(Failed(text, fatal=True))
+        self._publisher.publish(failure)
 
 
 def _timed_step(step: Callable[[], StepRecord], store: RunStore) -> StepRecord:

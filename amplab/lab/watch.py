@@ -16,6 +16,7 @@ learns the outcome of a step, `gradient_measure` measures gradients, `idle_optim
 from __future__ import annotations
 
 import math
+import re
 import sys
 import time
 import warnings
@@ -81,6 +82,7 @@ __all__ = ["Watch", "check_options", "watch"]
 T = TypeVar("T")
 _LARGEST_EVERY = 16  # steps; near enough for a replay to know the steps between, and under 1 % of a small step
 _SETTLED = 5  # skips in a row: fewer may be a scale that settles, so the fifth is a kind of its own
+_ADDRESS = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+://")
 _SKIPS_BEFORE_CHECK = 5  # skips in a row after which `StepCheck` looks at the next step, if steps cannot run again
 
 
@@ -234,7 +236,7 @@ class Watch:
             if self._check is not None:
                 self._check.end()
             if self._scalars is not None:
-                self._scalars.close()
+                self._try_scalars(self._scalars.close)
         finally:
             signals.end()
 
@@ -288,7 +290,7 @@ class Watch:
 
     @property
     def failures(self) -> tuple[str, ...]:
-        """What failed in the watch itself, one sentence each; the first one, and failures of the log, are warnings."""
+        """What failed in the watch itself, one sentence each; the first is a warning, and those of log and scalars."""
         return tuple(self._failures)
 
     @property
@@ -505,7 +507,22 @@ class Watch:
         for callback in list(self._subscribers):
             callback(record)
         if self._scalars is not None and (record.skipped or record.step % self._every == 0):
-            self._scalars.write(record, self._norms.get(record.step))
+            self._try_scalars(partial(self._scalars.write, record, self._norms.get(record.step)))
+
+    def _try_scalars(self, act: Callable[[], None]) -> None:
+        """Write the scalars, or close them; after the first failure, which is reported, the loop has none."""
+        try:
+            act()
+        except Exception as error:  # as of a full disk, or of TensorFlow, which need not be an OSError
+            if is_interrupt(error):
+                raise
+            scalars, self._scalars = self._scalars, None
+            if scalars is not None:
+                self._try_scalars(scalars.close)
+                self._fail_log(
+                    f"tensorboard: cannot write {scalars.folder} ({getattr(error, 'strerror', None) or error}). The "
+                    "loop and its history go on without scalars."
+                )
 
     def _explain_skip(self, record: StepRecord) -> None:
         """Explain a skipped step by running it again, or check the next one."""
@@ -587,7 +604,7 @@ class Watch:
             self._warn(text)
 
     def _fail_log(self, text: str) -> None:
-        """A log fails at most twice, when its lines wait and when they are lost; each time is a warning."""
+        """A log fails at most twice, when its lines wait and when they are lost, scalars once; each is a warning."""
         self._failures.append(text)
         self._warn(text)
 
@@ -694,7 +711,8 @@ def watch(
         tensorboard: folder of scalars for TensorBoard, which must be installed.
 
     Raises:
-        TypeError: another type of argument. ValueError: ``every`` below 1, a scripted model, an unwritable `log`.
+        TypeError: another type of argument. ValueError: ``every`` below 1, a scripted model, an unwritable `log`, an
+            address as `tensorboard`.
         ImportError: `tensorboard` is given and TensorBoard is not installed.
 
     Sync: one per step if the loss or the scale is on a device.
@@ -748,5 +766,7 @@ def check_options(*, log: Any, every: Any, tensorboard: Any) -> None:
         check_writable(log, "log=", "Leave log= out to watch without a log.")
     if tensorboard is not None and not isinstance(tensorboard, str | PathLike):
         raise TypeError(f"tensorboard={tensorboard!r}: expected a folder, or None for no scalars.")
+    if isinstance(tensorboard, str) and _ADDRESS.match(tensorboard):  # would be a local folder of the name "s3:"
+        raise ValueError(f"tensorboard={tensorboard!r}: expected a local folder, not an address; copy it there later.")
     if isinstance(every, bool) or not isinstance(every, int) or every < 1:
         raise ValueError(f"every={every!r}: expected a whole number of steps > 0, such as 50.")

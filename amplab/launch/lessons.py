@@ -160,7 +160,7 @@ def copy_lessons(shipped: Path, folder: Path, *, renew: bool = False) -> Working
                 copy.parent.mkdir(exist_ok=True)
                 if renew and copy.exists() and not _equal(lesson, copy):
                     moved.append((name, copy.rename(_free_name(copy)).name))
-                if not copy.exists():
+                if not os.path.lexists(copy):  # a link stays, also one whose target is not there now
                     _write_new(lesson, copy)
                     written.append(name)
     except OSError as error:
@@ -202,7 +202,7 @@ def _free_name(copy: Path) -> Path:
     """Return a free name for an old copy, with the time of its last change."""
     changed = time.strftime("%Y-%m-%d-%H%M", time.localtime(copy.stat().st_mtime))
     candidate, number = copy.with_stem(f"{copy.stem}-of-{changed}"), 1
-    while candidate.exists():
+    while os.path.lexists(candidate):
         number += 1
         candidate = copy.with_stem(f"{copy.stem}-of-{changed}-{number}")
     return candidate

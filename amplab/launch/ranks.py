@@ -7,14 +7,21 @@ import logging
 import os
 import signal
 import sys
-from collections.abc import Sequence
-from contextlib import suppress
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 
 __all__ = ["LaunchStopped", "RankEnd", "end_with_launcher", "launch_ranks"]
 
 _LAUNCHER = "AMPLAB_LAUNCHER"
 """The variable with the number of the process that launched a rank."""
+
+_VARIABLES = (_LAUNCHER, "OMP_NUM_THREADS", "PYTHONSAFEPATH", "TORCHELASTIC_SIGNALS_TO_HANDLE")
+"""What a launch sets for its ranks, or torchrun for itself."""
+
+_SIGNALS = [getattr(signal, name) for name in ("SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT") if hasattr(signal, name)]
+"""Those that torchrun handles."""
 
 _PR_SET_PDEATHSIG = 1  # prctl(2)
 
@@ -94,23 +101,44 @@ def launch_ranks(count: int, words: Sequence[str], *, name: str, restarts: int =
     # torchrun would read a --log of the command as its own --log-dir, unless -- comes before it
     torchrun = ["--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0", "--rdzv-id", name]
     torchrun += ["--nproc-per-node", str(count), "--max-restarts", str(restarts), "-m", "--"]
-    os.environ.setdefault("OMP_NUM_THREADS", "1")
-    if not {"", os.getcwd()} & set(sys.path):  # `python -m` in a process would put this folder first on its path
-        os.environ.setdefault("PYTHONSAFEPATH", "1")
-    os.environ[_LAUNCHER] = str(os.getpid())
     sys.stdout.flush()
-    logging.disable(logging.WARNING if restarts else logging.ERROR)  # its errors tell why it starts the ranks again
     try:
-        run(parse_args([*torchrun, *words]))
+        with _process_as_before():
+            os.environ.setdefault("OMP_NUM_THREADS", "1")
+            # `python -m` in a process would put this folder first on its path.
+            if not {"", os.getcwd()} & set(sys.path):
+                os.environ.setdefault("PYTHONSAFEPATH", "1")
+            os.environ[_LAUNCHER] = str(os.getpid())
+            quiet = logging.WARNING if restarts else logging.ERROR  # its errors tell why it starts the ranks again
+            logging.disable(max(quiet, logging.root.manager.disable))
+            run(parse_args([*torchrun, *words]))
     except ChildFailedError as error:
         ends = [RankEnd(rank, failure.exitcode) for rank, failure in error.failures.items()]
         return sorted(ends, key=lambda end: (not end.is_cause, end.exitcode >= 0, end.rank))
     except SignalException as stopped:
         raise LaunchStopped(stopped.sigval) from None
-    finally:
-        logging.disable(logging.NOTSET)
-        del os.environ[_LAUNCHER]
     return []
+
+
+@contextmanager
+def _process_as_before() -> Iterator[None]:
+    """Put back what a launch changes in this process, which may go on: variables, `logging.disable`, handlers."""
+    variables = {name: os.environ.get(name) for name in _VARIABLES}
+    level = logging.root.manager.disable
+    handlers = {number: signal.getsignal(number) for number in _SIGNALS}
+    try:
+        yield
+    finally:
+        logging.disable(level)
+        for name, value in variables.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value
+        if threading.current_thread() is threading.main_thread():  # else torchrun handles none
+            for number, handler in handlers.items():
+                if handler is not None and signal.getsignal(number) is not handler:
+                    signal.signal(number, handler)
 
 
 def end_with_launcher() -> None:

@@ -6,8 +6,11 @@ The environment variable AMPLAB_PROGRESS names the file. Without it nothing is r
 
 import json
 import os
+import re
 import tempfile
+import time
 import warnings
+from contextlib import suppress
 from datetime import date
 from pathlib import Path
 
@@ -18,21 +21,24 @@ __all__ = ["PROGRESS", "read_progress", "record_right"]
 PROGRESS = "AMPLAB_PROGRESS"
 """Environment variable of a kernel: the file of the progress."""
 
+_LEFT_OVER_SECONDS = 60.0  # a write takes milliseconds
+
 
 def record_right(name: str) -> None:
     """Note that the exercise `name` is solved, with the day; without AMPLAB_PROGRESS, do nothing.
 
     A file that cannot be written is a warning: the verdict on the answer is correct all the same. So is a damaged file,
-    which is kept beside the new one as ``….damaged``.
+    which is kept beside the new one as ``….damaged``. A link stays, and its target is written.
     """
     named = os.environ.get(PROGRESS)
     if not named:
         return
-    path = Path(named)
+    path = Path(os.path.realpath(named))
     if name in read_progress(path):
         return
     try:
         with locked(path.parent):  # of two kernels at once, one would lose what the other adds
+            _remove_left_over(path)
             solved = {**_solved_so_far(path), name: date.today().isoformat()}
             _replace(path, json.dumps(solved, indent=1, sort_keys=True) + "\n")
     except OSError as error:
@@ -86,3 +92,13 @@ def _replace(path: Path, text: str) -> None:
     except BaseException:
         Path(partial).unlink(missing_ok=True)
         raise
+
+
+def _remove_left_over(path: Path) -> None:
+    """Remove what `_replace` has left in processes that were killed; its names are those that `tempfile` makes."""
+    made = re.compile(rf"\.{re.escape(path.name)}\.[a-z0-9_]{{8}}")
+    for file in path.parent.iterdir():
+        if made.fullmatch(file.name):
+            with suppress(OSError):  # another process has removed it
+                if time.time() - file.lstat().st_mtime > _LEFT_OVER_SECONDS:
+                    file.unlink()

@@ -115,3 +115,21 @@ def test_a_terminal_gets_a_bar_and_an_interrupt_leaves_a_table_and_a_log(tmp_pat
     run = load_run(tmp_path / "run.jsonl")
     assert not run.truncated
     assert f"steps           {len(run.history)}, " in seen
+
+
+@pytest.mark.skipif(os.name != "posix", reason="needs SIGINT")
+def test_a_second_interrupt_does_not_wait_for_the_end_of_a_long_step(tmp_path):
+    """The thread of the step is inside torch then, where the end of Python would abort the process."""
+    long_step = ["--hidden", "4096", "--batch-size", "1024", "--accumulate", "1024"]
+    command = [sys.executable, "-m", "amplab", "train", *long_step, "--log", str(tmp_path / "run.jsonl")]
+    pipe = subprocess.PIPE
+    with subprocess.Popen(command, stdout=pipe, stderr=pipe, text=True) as process:
+        try:
+            assert any(line.startswith("0/300") for line in process.stdout)
+            process.send_signal(signal.SIGINT)
+            assert any("Press Ctrl+C again to end now." in line for line in process.stdout)
+            process.send_signal(signal.SIGINT)
+            assert process.wait(60) == 130
+            assert process.stderr.read() == ""
+        finally:
+            process.kill()

@@ -225,11 +225,11 @@ class Boom(RuntimeError):
     pass
 
 
-def fail_at_the_next_forward(trainer: Trainer) -> None:
+def fail_at_the_next_forward(trainer: Trainer) -> torch.utils.hooks.RemovableHandle:
     def explode(module: torch.nn.Module, inputs: object) -> None:
         raise Boom("out of order")
 
-    trainer._experiment.model.register_forward_pre_hook(explode)
+    return trainer._experiment.model.register_forward_pre_hook(explode)
 
 
 def test_a_failed_run_says_so_and_a_reset_recovers(trainer, listen):
@@ -264,6 +264,35 @@ def test_a_failed_run_cannot_continue_after_a_reset(trainer):
     trainer.undo()
     assert trainer.wait(20)
     assert (trainer.state, len(trainer.history)) == ("failed", 2)
+
+
+def test_a_failed_run_that_undo_brings_back_has_its_failure_again(trainer, listen):
+    trainer.run(2)
+    fault = fail_at_the_next_forward(trainer)
+    with pytest.raises(RuntimeError, match="Boom: out of order"):
+        trainer.run(5)
+    fault.remove()  # the score of a replaced run is a forward too
+    (failure,) = trainer.failures
+    trainer.reset()
+    trainer.run(3)
+    assert trainer.failures == ()
+    ear = listen(trainer)
+    trainer.undo()
+    assert trainer.wait(20)
+    assert trainer.failures == tuple(ear.of(Failed)) == (failure,)
+    trainer.reset()
+    trainer.undo()
+    assert trainer.wait(20)
+    assert (trainer.state, trainer.failures) == ("failed", (failure,))
+
+
+def test_a_run_whose_failure_another_thread_forgets_still_says_that_it_failed(trainer):
+    """As a reset does, between the end of the run and the message."""
+    trainer.run(2)
+    fail_at_the_next_forward(trainer)
+    trainer.subscribe(lambda event: isinstance(event, Failed) and trainer._publisher.forget_run())
+    with pytest.raises(RuntimeError, match=r"run\(5\): failed at step 2"):
+        trainer.run(5)
 
 
 def test_a_reset_that_cannot_be_made_loses_no_run(trainer, monkeypatch):

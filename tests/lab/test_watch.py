@@ -4,6 +4,11 @@ import copy
 import io
 import json
 import math
+import os
+import shutil
+import signal
+import threading
+import warnings
 
 import pytest
 import torch
@@ -494,6 +499,81 @@ def test_scalars_for_tensorboard(tmp_path):
     assert [round(each.value, 5) for each in events.Scalars("amplab/loss")] == [
         round(each.loss, 5) for each in w.history.records()
     ]
+
+
+def train_with_scalars(w, model, optimizer, after_step):
+    """Train `STEPS` steps, and call `after_step(step)` after each."""
+    with w:
+        for step, (x, y) in enumerate(w.batches(BATCHES)):
+            optimizer.zero_grad()
+            w.loss(F.cross_entropy(model(x), y)).backward()
+            optimizer.step()
+            after_step(step)
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")  # of TensorBoard's thread
+@pytest.mark.parametrize("step", [0, 30, STEPS - 2])
+def test_a_loop_goes_on_without_scalars_that_cannot_be_written(step, tmp_path):
+    """Their folder is deleted after a step; after the last but one, it is the end of the watch that may learn it."""
+    pytest.importorskip("tensorboard")
+    model, optimizer = make()
+    w = watch(model, optimizer, tensorboard=tmp_path / "scalars", every=1, log=tmp_path / "log")
+    before = threading.active_count()
+    with pytest.warns(RuntimeWarning, match="tensorboard: cannot write") as warned:
+        train_with_scalars(w, model, optimizer, lambda now: now == step and shutil.rmtree(tmp_path / "scalars"))
+    assert len(warned) == len(w.failures) == 1
+    assert len(w.history) == len(load_run(w.log_path).history) == STEPS
+    assert threading.active_count() < before  # TensorBoard's thread has ended
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+@pytest.mark.skipif(os.name != "posix", reason="needs a limit of the size of files")
+def test_scalars_that_fill_the_disk_do_not_end_the_loop(tmp_path):
+    pytest.importorskip("tensorboard")
+    import resource
+
+    model, optimizer = make()
+    w = watch(model, optimizer, tensorboard=tmp_path, every=1)
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (4000, limits[1]))
+    try:
+        with pytest.warns(RuntimeWarning, match="tensorboard: cannot write"):
+            train_with_scalars(w, model, optimizer, lambda _: None)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+        signal.signal(signal.SIGXFSZ, handler)
+    assert len(w.history) == STEPS
+    assert len(w.failures) == 1
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
+@pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
+def test_a_forked_loop_has_no_scalars(tmp_path):
+    """It has no thread that writes them, so they would wait for ever."""
+    pytest.importorskip("tensorboard")
+    model, optimizer = make()
+    w = watch(model, optimizer, tensorboard=tmp_path, every=1)
+
+    def in_child():
+        signal.alarm(60)
+        try:
+            with warnings.catch_warnings(record=True) as warned:
+                warnings.simplefilter("always")
+                for x, y in BATCHES:
+                    optimizer.zero_grad()
+                    w.loss(F.cross_entropy(model(x), y)).backward()
+                    optimizer.step()
+                w.__exit__()
+            os._exit(int(len(w.failures) != 1 or len(warned) != 1))
+        finally:
+            os._exit(2)
+
+    with w:
+        if (child := os.fork()) == 0:
+            in_child()
+        assert os.waitpid(child, 0)[1] == 0
+    assert w.failures == ()
 
 
 def test_parameters_have_the_names_of_the_model():

@@ -23,6 +23,7 @@ def loop():
         ({"every": 1.5}, ValueError, "every=1.5:"),
         ({"log": 3}, TypeError, "log=3:"),
         ({"tensorboard": 3}, TypeError, "tensorboard=3:"),
+        ({"tensorboard": "s3://bucket/x"}, ValueError, "tensorboard='s3://bucket/x':"),
     ],
 )
 def test_options_of_both(options, error, words):

@@ -6,6 +6,7 @@ import shutil
 import subprocess
 import sys
 import sysconfig
+import time
 import zipfile
 from dataclasses import astuple
 from pathlib import Path
@@ -128,6 +129,27 @@ def test_copies_are_written_once_and_never_overwritten(shipped: Path, folder: Pa
     again = copy_lessons(shipped, folder)
     assert (again.written, again.moved) == (("03_loss_scale.ipynb",), ())
     assert (folder / "00_the_lab.ipynb").read_text() == "my work"
+
+
+@pytest.mark.parametrize("renew", [False, True])
+def test_a_link_whose_target_is_not_there_stays(shipped: Path, folder: Path, renew: bool) -> None:
+    folder.mkdir()
+    link, target = folder / "00_the_lab.ipynb", folder.parent / "drive" / "lab.ipynb"
+    link.symlink_to(target)
+    assert link.name not in copy_lessons(shipped, folder, renew=renew).written
+    assert link.readlink() == target
+    assert not target.exists()
+
+
+def test_a_renewed_copy_takes_no_name_of_a_link(shipped: Path, folder: Path) -> None:
+    copy_lessons(shipped, folder)
+    (folder / "00_the_lab.ipynb").write_text("work")
+    os.utime(folder / "00_the_lab.ipynb", (0, 0))
+    day = time.strftime("%Y-%m-%d-%H%M", time.localtime(0))
+    link = folder / f"00_the_lab-of-{day}.ipynb"
+    link.symlink_to(folder / "absent")
+    assert copy_lessons(shipped, folder, renew=True).moved == (("00_the_lab.ipynb", f"00_the_lab-of-{day}-2.ipynb"),)
+    assert link.is_symlink()
 
 
 def test_a_renewed_copy_keeps_the_work_under_another_name(shipped: Path, folder: Path) -> None:

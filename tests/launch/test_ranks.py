@@ -21,10 +21,23 @@ os.write(1, line.encode())  # at once: torchrun starts Python unbuffered, and th
 """
 
 LAUNCHES = """
-import json, sys
+import json, logging, os, signal, sys
 from amplab.launch import launch_ranks
+
+def seen():
+    handlers = [repr(signal.getsignal(number)) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)]
+    return [logging.root.manager.disable, handlers, {name: os.environ.get(name) for name in NAMES}]
+
+NAMES = "AMPLAB_LAUNCHER", "OMP_NUM_THREADS", "PYTHONSAFEPATH", "TORCHELASTIC_SIGNALS_TO_HANDLE"
+os.environ.pop("OMP_NUM_THREADS", None)
+sys.path.remove(os.getcwd())
+os.environ["PYTHONPATH"] = os.pathsep.join([os.getcwd(), os.environ.get("PYTHONPATH", "")])  # for ends.py
+logging.disable(logging.INFO)
+signal.signal(signal.SIGTERM, lambda *_: None)
+before = seen()
 ends = {what: launch_ranks(2, ["ends", what], name=what) for what in ("killed", "refused", "done")}
-json.dump({what: [[end.rank, end.exitcode, str(end)] for end in each] for what, each in ends.items()}, sys.stderr)
+told = {what: [[end.rank, end.exitcode, str(end)] for end in each] for what, each in ends.items()}
+json.dump({**told, "process": [before, seen()]}, sys.stderr)
 """
 
 
@@ -56,3 +69,9 @@ def test_ranks_that_do_their_work_are_not_told(launched):
     ends, printed = launched
     assert ends["done"] == []
     assert sorted(printed.splitlines()) == ["0 done 1", "1 done 1"]
+
+
+def test_the_process_that_launched_is_as_before(launched):
+    """Its variables, the level of `logging.disable` and its handlers of signals."""
+    before, after = launched[0]["process"]
+    assert after == before

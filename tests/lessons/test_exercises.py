@@ -218,6 +218,52 @@ def test_a_right_answer_is_recorded_once(monkeypatch: pytest.MonkeyPatch, tmp_pa
     assert [each.name for each in tmp_path.iterdir()] == ["progress.json"]
 
 
+def test_a_link_stays_and_its_target_is_written(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Also before the target is there, and if it is damaged."""
+    path, target = tmp_path / "progress.json", tmp_path / "drive" / "mine.json"
+    target.parent.mkdir()
+    path.symlink_to(target)
+    monkeypatch.setenv(PROGRESS, str(path))
+    record_right("98-1")
+    record_right("98-2")
+    target.write_text("damaged")
+    with pytest.warns(UserWarning, match="it is kept as mine.json.damaged"):
+        record_right("98-3")
+    assert path.readlink() == target
+    assert list(read_progress(target)) == list(read_progress(path)) == ["98-3"]
+    assert sorted(each.name for each in target.parent.iterdir()) == ["mine.json", "mine.json.damaged"]
+
+
+def test_a_link_that_leads_back_to_itself_is_a_warning(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    path = tmp_path / "progress.json"
+    path.symlink_to(path)
+    monkeypatch.setenv(PROGRESS, str(path))
+    with pytest.warns(UserWarning, match="not noted"):
+        record_right("98-1")
+    assert path.is_symlink()
+
+
+@pytest.mark.skipif(os.name != "posix", reason="kills a process by a signal")
+def test_what_a_killed_process_has_left_is_removed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Once it is old, and nothing else: not the swap file of an editor."""
+    path, swap = tmp_path / "progress.json", tmp_path / ".progress.json.swp"
+    code = (
+        "import os, signal; from amplab.lessons.progress import record_right; "
+        "os.replace = lambda *_: os.kill(os.getpid(), signal.SIGKILL); record_right('98-1')"
+    )
+    environment = os.environ | {PROGRESS: str(path)}
+    assert subprocess.run([sys.executable, "-c", code], env=environment, check=False).returncode == -9
+    (left,) = tmp_path.iterdir()
+    swap.write_text("")
+    os.utime(swap, (0, 0))
+    monkeypatch.setenv(PROGRESS, str(path))
+    record_right("98-1")
+    assert set(tmp_path.iterdir()) == {left, swap, path}  # another process could be writing it
+    os.utime(left, (0, 0))
+    record_right("98-2")
+    assert set(tmp_path.iterdir()) == {swap, path}
+
+
 @pytest.mark.parametrize("text", ["", "[1]", "{", "3", "[" * 100_000, '{"98-9": "2000-01-01"'])
 def test_a_broken_file_has_no_progress_and_is_kept(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, text: str) -> None:
     path = tmp_path / "progress.json"
