@@ -34,6 +34,7 @@ from amplab.lab.run_log import create_free, launch_of
 from amplab.lab.run_log.lock import hold, is_held
 from amplab.lab.run_log.ranks import rank_log
 from amplab.parallel.ranks import Rank
+from amplab.policies.signals import DeferredSignals, is_interrupt
 
 __all__ = [
     "EVERY_SECONDS",
@@ -220,20 +221,23 @@ def _read(path: Path) -> Checkpoint:
 def last_checkpoint(folder: Path) -> Checkpoint | None:
     """Return the latest checkpoint in `folder` that can be continued, None if there is none of the last 24 hours."""
     for path in _newest_first(folder, f"*{SUFFIX}"):
-        with suppress(OSError, RunStateError, ValueError, KeyError, TypeError):
+        try:
             if time.time() - path.stat().st_mtime > LONGEST_AGO:
                 return None
             log = path.with_suffix(".jsonl")
             if not log.is_file() or is_held(log):  # on Windows a run in another kernel is offered, too
                 continue
             return _read(path)
+        except (OSError, RunStateError, ValueError, KeyError, TypeError) as error:
+            if is_interrupt(error):
+                raise
     return None
 
 
 def _newest_first(folder: Path, pattern: str) -> Iterator[Path]:
     dated = []
     for path in folder.glob(pattern):
-        with suppress(OSError):  # removed meanwhile
+        with DeferredSignals(), suppress(OSError):  # removed meanwhile
             dated.append((path.stat().st_mtime, path))
     yield from (path for _, path in sorted(dated, reverse=True))
 

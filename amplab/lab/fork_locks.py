@@ -10,6 +10,7 @@ import os
 import threading
 import weakref
 from enum import IntEnum
+from functools import partial
 
 __all__ = ["LockOrder", "hold_over_forks"]
 
@@ -28,7 +29,7 @@ _held: list[threading.RLock] = []  # by the thread that forks
 def hold_over_forks(lock: threading.RLock, order: LockOrder) -> None:
     """Hold an RLock over each fork from now on."""
     key = id(lock)
-    _locks[key] = order, weakref.ref(lock, lambda _: _locks.pop(key, None))
+    _locks[key] = order, weakref.ref(lock, partial(_locks.pop, key))  # in Python code an interrupt would get lost
 
 
 def _hold_all() -> None:

@@ -30,7 +30,7 @@ from amplab.lab.skip_explanation import ExplanationBudget, SkipExplanation
 from amplab.lab.watched_run import WatchedRun
 from amplab.parallel.rank_state import RankState
 from amplab.parallel.ranks import agreed_text, this_rank
-from amplab.policies.signals import DeferredSignals, is_interrupt
+from amplab.policies.signals import DeferredSignals, deferring_signals, is_interrupt
 
 __all__ = ["RetiredLogs", "RunStore"]
 
@@ -298,6 +298,7 @@ class RunStore:
             "loaded before these lines are deleted from it: stop the other program."
         )
 
+    @deferring_signals
     def _give_up(self, error: OSError) -> None:
         where = self._path or self._wanted
         log, self._log, self._wanted, self._path = self._log, None, None, None  # what follows would leave a gap
@@ -338,6 +339,7 @@ class RetiredLogs:
         self._waiting = []
 
 
+@deferring_signals
 def _reserved(path: Path) -> str:
     """Return a folder that no other launch has: at `path`, or at path-2, path-3, …
 

@@ -1,7 +1,8 @@
 """Exceptions that handlers of signals raise: Ctrl-C, a time limit (SIGALRM), a request to end (SIGTERM).
 
-`DeferredSignals` lets them wait for the end of a call that removes or restores something, and `is_interrupt` tells them
-from the errors of the code that they stop. Python runs handlers of signals in the main thread only.
+`DeferredSignals` lets them wait for the end of a call that removes or restores something, `deferring_signals` for that
+of a function. `is_interrupt` tells them from the errors of the code that they stop. Python runs handlers of signals in
+the main thread only.
 """
 
 import _signal  # type: ignore[import-not-found]  # typeshed has none
@@ -13,11 +14,14 @@ import time
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import suppress
-from functools import partial
+from functools import partial, wraps
 from types import CodeType, FrameType
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
-__all__ = ["DeferredSignals", "is_interrupt"]
+__all__ = ["DeferredSignals", "deferring_signals", "is_interrupt"]
+
+P = ParamSpec("P")
+R = TypeVar("R")
 
 _QUIET_SECONDS = 1.0  # after a signal that is admitted: what it stops removes what it has begun
 
@@ -206,6 +210,22 @@ class DeferredSignals:
         for number in [*self._come]:
             if self._takes(number):
                 _send_to_main_thread(number)
+
+
+def deferring_signals(function: Callable[P, R]) -> Callable[P, R]:
+    """Return `function` with signals that wait for its end.
+
+    For short functions about files that catch OSError, or call some of Python that do, as `os.path.islink` and
+    `tempfile.TemporaryFile`: the TimeoutError of a time limit is an OSError, too. It would have no effect there, or be
+    taken for an error of the disk.
+    """
+
+    @wraps(function)
+    def finished(*args: P.args, **kwargs: P.kwargs) -> R:
+        with DeferredSignals():
+            return function(*args, **kwargs)
+
+    return finished
 
 
 def _send_to_main_thread(number: int) -> None:

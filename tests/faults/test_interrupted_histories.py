@@ -10,7 +10,7 @@ from interrupts import interrupted_everywhere
 from torch import nn, ones, optim
 
 import amplab
-from amplab.lab import growing_columns, history, load_run, run_store
+from amplab.lab import fork_locks, growing_columns, history, load_run, run_store
 from amplab.lab.events import StepRecord
 from amplab.lab.history import History
 
@@ -156,3 +156,8 @@ def test_a_read_that_is_interrupted_in_a_watched_loop_leaves_a_log_that_loads(tm
             train(5)
             trained += 5
     assert load_run(tmp_path / "run.jsonl").history.column("step").tolist() == list(range(trained))
+
+
+def test_no_interrupt_is_lost_when_a_history_is_freed():
+    """Python discards what the callback of a weak reference raises."""
+    assert all(interrupt.escaped for interrupt in interrupted_everywhere(History, folders=[fork_locks.__file__]))

@@ -1,4 +1,4 @@
-"""An interrupt at any point of `initialize`: the next `reset` undoes it. One in `reset` waits until that is done."""
+"""An interrupt at any point of `initialize`: what it has done is taken back. One in `reset` waits for its end."""
 
 import functools
 import inspect
@@ -8,7 +8,7 @@ from collections import OrderedDict
 
 import pytest
 import torch
-from interrupts import PACKAGE, interrupted
+from interrupts import PACKAGE, interrupted, interrupted_everywhere
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.overrides import _get_current_function_mode_stack
@@ -39,6 +39,8 @@ OWN.double = double = lambda tensor: tensor * 2
 _CASTING = [f"policies/casting/{name}.py" for name in ("engine", "function_modes", "hook_scopes", "thread_scopes")]
 AMPLABS = [f"{PACKAGE}/{part}" for part in ("amp", "scalers", "parallel", "policies/modules", *_CASTING)]
 """Where things are changed; the rest builds tables and plans."""
+LAST = ("initialize", "_change_settings", "hook", "install")
+"""Functions in which a change begins or ends."""
 TORCHS = [inspect.getfile(each) for each in (torch.utils.hooks, nn.Module, torch.optim.Optimizer, weakref)]
 
 
@@ -107,12 +109,16 @@ def check_undone(training, allowed, interrupt):
     assert training.state() in allowed, interrupt
 
 
-def check_initialize(options, make, every, folders):
+def check_initialize(options, make, every, folders, functions=(), resets=True):
     allowed = allowed_states(options, make)
     for at in range(1, 20_000, every):
         training = Training(make)
-        interrupt = interrupted(functools.partial(training.initialize, options), at, folders=folders)
-        amp.reset()
+        interrupt = interrupted(
+            functools.partial(training.initialize, options), at, folders=folders, functions=functions
+        )
+        assert amp.default_session().initialized == (interrupt is None), interrupt
+        if resets or interrupt is None:
+            amp.reset()
         check_undone(training, allowed, interrupt)
         if interrupt is None:
             return at
@@ -153,6 +159,11 @@ def test_reset_undoes_an_interrupted_initialize(options, make):
     check_initialize(options, make, every=97, folders=AMPLABS)
 
 
+@pytest.mark.parametrize("options", [{"opt_level": "O0"}, *LEVELS.values()], ids=["O0", *LEVELS])
+def test_an_interrupted_initialize_leaves_nothing(options):
+    assert check_initialize(options, OPTIMIZERS["SGD"], every=1, folders=AMPLABS, functions=LAST, resets=False) > 20
+
+
 @every_kind
 def test_an_interrupt_waits_for_the_end_of_reset(options, make):
     check_reset(options, make, every=53, folders=AMPLABS)
@@ -183,6 +194,53 @@ def test_an_interrupted_change_of_level_is_done_by_the_next_call(first, second):
         assert reached == expected, interrupt
         if interrupt is None:
             return
+
+
+def in_force(*trainings):
+    return thread_engines(), amp.default_session().opt_level, [training.hooks() for training in trainings]
+
+
+@pytest.mark.parametrize(("first", "second"), [*FROM_LEVEL_TO_LEVEL, ("O1", "O1 rules")])
+def test_an_interrupted_change_of_level_changes_nothing_or_is_a_reset(first, second):
+    for at in range(1, 20_000):
+        training = Training(OPTIMIZERS["SGD"])
+        training.initialize(LEVELS[first])
+        before = in_force(training)
+        interrupt = interrupted(
+            functools.partial(training.initialize, LEVELS[second]), at, folders=AMPLABS, functions=LAST
+        )
+        if interrupt is None:
+            break
+        assert in_force(training) in (before, ((), None, [[]])), interrupt
+        amp.reset()
+
+
+@pytest.mark.parametrize(("first", "second"), FROM_LEVEL_TO_LEVEL)
+def test_an_interrupted_initialize_of_another_model_leaves_the_first_one_as_it_is(first, second):
+    for at in range(1, 20_000):
+        training, other = Training(OPTIMIZERS["SGD"]), Training(OPTIMIZERS["Adam"])
+        training.initialize(LEVELS[first])
+        before = in_force(training, other)
+        interrupt = interrupted(
+            functools.partial(other.initialize, LEVELS[second]), at, folders=AMPLABS, functions=LAST
+        )
+        if interrupt is None:
+            break
+        assert in_force(training, other) == before, interrupt
+        amp.reset()
+
+
+def test_an_interrupted_init_leaves_nothing():
+    functions = ("init", "start_casting", "_change_settings", "install")
+    for interrupt in interrupted_everywhere(amp.init, folders=AMPLABS, functions=functions):
+        assert in_force() == ((), None, []), interrupt
+
+
+@pytest.mark.long
+@in_which_files
+@every_kind
+def test_an_initialize_that_is_interrupted_at_any_point_leaves_nothing(options, make, folders):
+    assert check_initialize(options, make, every=1, folders=folders, resets=False) > 100
 
 
 @pytest.mark.long

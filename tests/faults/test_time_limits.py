@@ -1,12 +1,17 @@
 """A time limit, as a handler of a signal that raises, ends every tool and every watched loop, wherever it comes."""
 
+import errno
 import itertools
 import os
+import posixpath
 import signal
+import tempfile
 import zipfile
+from dataclasses import replace
 
 import pytest
 import torch
+from interrupts import PACKAGE, interrupted
 from torch import nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
@@ -14,9 +19,11 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 import amplab
 from amplab import amp
 from amplab.amp.run_state import file_format, save_and_load
+from amplab.amp.run_state.paths import given_path
 from amplab.diagnose.train_step import loop_recorder
 from amplab.lab import load_run
 from amplab.lab.run_log import RunLog
+from amplab.lab.run_log.header import held_by
 
 pytestmark = pytest.mark.skipif(os.name != "posix", reason="sends SIGUSR1")
 X = torch.ones(8, 4)
@@ -61,7 +68,7 @@ class Clock:
 
 
 def late(*_):
-    raise Late
+    raise Late(errno.ETIME, os.strerror(errno.ETIME))
 
 
 class LateObject:
@@ -197,3 +204,43 @@ def test_a_time_limit_while_a_checkpoint_is_loaded_does_not_call_it_damaged(cloc
             amp.load_run_state(path, model=model)
 
     clock.passes(load, at_least=9)
+
+
+def saved(folder):
+    (folder / ".run.pt.0123abcd.partial").touch()  # as a killed process leaves it
+    file_format.write_run_state(given_path(folder / "run.pt"), {"extra": 1})
+
+
+def watched(folder):
+    model = made()
+    amplab.watch(model, torch.optim.SGD(model.parameters(), lr=0.1), log=folder)
+
+
+def read_again(folder):
+    log = folder / "run.jsonl"
+    if not log.exists():
+        train(steps=1, log=log)
+    run = load_run(log)
+    assert replace(run, held=tuple(held_by(log))).end.state == "lost"
+
+
+AMPLABS = [f"{PACKAGE}/amp/run_state", f"{PACKAGE}/lab/run_log"]
+FILES = [*AMPLABS, posixpath.realpath.__code__.co_filename, tempfile.__file__]  # "<frozen posixpath>"
+
+
+@pytest.mark.parametrize("use", [saved, watched, read_again])
+def test_a_time_limit_at_any_point_of_code_about_files_is_raised(use, tmp_path):
+    """A TimeoutError is an OSError, and many functions about files, also those of Python, catch one."""
+    before = signal.signal(signal.SIGINT, late)
+    try:
+        use(tmp_path)
+        for at in itertools.count(1):
+            try:
+                interrupt = interrupted(lambda: use(tmp_path), at, folders=FILES)
+            except Late:
+                continue
+            assert interrupt is None, interrupt
+            assert at > 40
+            return
+    finally:
+        signal.signal(signal.SIGINT, before)

@@ -28,6 +28,7 @@ from typing import Any
 from amplab.amp.apex.initialize_arguments import Permissions
 from amplab.amp.apex.registered_functions import RegisteredFunctions
 from amplab.amp.apex.session import Session
+from amplab.amp.arguments import as_list
 from amplab.policies import CastPolicy
 from amplab.policies.signals import DeferredSignals
 
@@ -61,13 +62,17 @@ def initialize(models: Any, optimizers: Any = None, *args: Any, **kwargs: Any) -
     or until another level is chosen.
     """
     session = session_to_initialize()
+    before = session._settings()
     try:
         prepared = session.initialize(models, optimizers, *args, **kwargs)
-    except TypeError:
-        _refuse_misfit("initialize", Session.initialize, session, models, optimizers, *args, **kwargs)
+        session.install()
+        return prepared
+    except BaseException as error:
+        if session._settings() != before:  # an interrupt in `install`, or just before it
+            session._take_back(before, as_list(models), as_list(optimizers))
+        if isinstance(error, TypeError):
+            _refuse_misfit("initialize", Session.initialize, session, models, optimizers, *args, **kwargs)
         raise
-    session.install()
-    return prepared
 
 
 def reset() -> None:

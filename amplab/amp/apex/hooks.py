@@ -117,6 +117,11 @@ class Hooks:
             self._models.pop(model, None)
         self._begun = None
 
+    @property
+    def is_empty(self) -> bool:
+        """Whether no model and no optimizer has hooks of this session."""
+        return not self._models and not self._optimizers
+
     def knows(self, optimizer: Optimizer) -> bool:
         """Return whether ``optimizer`` was passed to `initialize`."""
         return optimizer in self._optimizers

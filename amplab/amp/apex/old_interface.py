@@ -221,6 +221,11 @@ def init(
     session = session_to_initialize()
     if allow_banned:
         session.registered.allow_banned()
-    session.start_casting(loss_scale, verbose=verbose)
-    session.install()
-    return AmpHandle()
+    handle, before = AmpHandle(), session._settings()
+    try:
+        session.start_casting(loss_scale, verbose=verbose)
+        session.install()
+        return handle
+    except BaseException:
+        session._take_back(before, [], [])
+        raise

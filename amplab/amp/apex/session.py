@@ -14,7 +14,7 @@ import contextlib
 import functools
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -72,6 +72,24 @@ from amplab.policies.signals import DeferredSignals
 from amplab.scalers import CombinedUnscaler, Unscaler
 
 __all__ = ["Session"]
+
+
+class _Settings(NamedTuple):
+    """The settings of a session, as before `initialize`: by default those after `reset`.
+
+    Attributes:
+        is_installed: whether the engine casts in this thread outside of blocks.
+        is_used: whether there are models or optimizers that the session has initialized.
+    """
+
+    properties: OptProperties | None = None
+    scaling: LossScaling | None = None
+    verbosity: int = 1
+    adopts_optimizers: bool = False
+    registrations: tuple[Registration, ...] = ()
+    engine: CastingEngine | None = None
+    is_installed: bool = False
+    is_used: bool = False
 
 
 class Session:
@@ -178,6 +196,9 @@ class Session:
         May be called again: models and optimizers that this session has initialized before are released first; their
         weights and optimizer state are kept.
 
+        If it raises, also by the handler of a signal, everything is as before the call. Only what was to be released
+        may be released; if that was all that this session had initialized, everything is as after `reset`.
+
         Args:
             models: a module or a list of modules, float32, on any device.
             optimizers: an optimizer, a list of them, or None.
@@ -234,8 +255,9 @@ class Session:
         arrived = models if optimizers is None else (models, optimizers)
         allow_banned = checked_flag("allow_banned", allow_banned)
         if not checked_flag("enabled", enabled):
-            self._hooks.release_connected(as_list(models), as_list(optimizers))
-            self._change_settings(OptProperties(), None, verbosity=verbosity)
+            with DeferredSignals():  # an interrupt leaves nothing on
+                self._hooks.release_connected(as_list(models), as_list(optimizers))
+                self._change_settings(OptProperties(), None, verbosity=verbosity)
             return arrived
         if not torch.backends.cudnn.enabled:
             raise RuntimeError("Amp requires torch.backends.cudnn.enabled = True")
@@ -270,47 +292,52 @@ class Session:
         refuse_older_than_shards(chosen_models, chosen_optimizers)
         policies = checked_policies(policy, chosen_models, properties.cast_model_type)
         scalers = [LossScaler.under(rule) for _ in range(checked_num_losses(num_losses))]
-        self._hooks.release_connected(chosen_models, chosen_optimizers)
-        for model in () if self.permissions.allow_incoming_model_not_fp32 else chosen_models:
-            refuse_half(model, refuse)
-        for optimizer in chosen_optimizers:
-            refuse_taken_names(optimizer)
-        warn_of_unused(
-            None if loss_scale is None else properties.loss_scale,
-            dynamic_init_scale=dynamic_init_scale,
-            scale_growth_factor=scale_growth_factor,
-            scale_backoff_factor=scale_backoff_factor,
-            scale_window=scale_window,
-        )
-        ddp = None
-        if buckets is not None:
-            common = settings_in_common(properties, rule, num_losses, chosen_optimizers, policy, on_collapse)
-            ddp = CombinedDDP(chosen_models, replica_count=buckets, settings=common)
-        if verbosity > 0 and is_first_rank():
-            print(banner(level, properties))  # noqa: T201  as apex does
-        scaling = LossScaling(
-            self._hooks,
-            scalers,
-            self._subscribers,
-            on_collapse=on_collapse,
-            master_weights=bool(properties.master_weights),
-        )
-        if properties.cast_model_type in LOW_PRECISION_DTYPES:
-            warn_of_idle(self.registered.all(), level.name)
-        registered = (*((ALLOW_BANNED,) if allow_banned else ()), *self.registered.all())
-        self._change_settings(properties, scaling, *registered, verbosity=verbosity, policy=policy)
-        self._hooks.hook(
-            chosen_models,
-            chosen_optimizers,
-            properties,
-            [with_registered(each, registered) for each in policies],
-            cast_model_outputs=cast_model_outputs,
-            engine=self._engine,
-            announce=verbosity > 0,
-            unscaler=_unscaler_maker(combine=combine or ddp is not None, check=check),
-            ddp=ddp,
-        )
-        return arrived
+        before = self._settings()
+        try:
+            self._hooks.release_connected(chosen_models, chosen_optimizers)
+            for model in () if self.permissions.allow_incoming_model_not_fp32 else chosen_models:
+                refuse_half(model, refuse)
+            for optimizer in chosen_optimizers:
+                refuse_taken_names(optimizer)
+            warn_of_unused(
+                None if loss_scale is None else properties.loss_scale,
+                dynamic_init_scale=dynamic_init_scale,
+                scale_growth_factor=scale_growth_factor,
+                scale_backoff_factor=scale_backoff_factor,
+                scale_window=scale_window,
+            )
+            ddp = None
+            if buckets is not None:
+                common = settings_in_common(properties, rule, num_losses, chosen_optimizers, policy, on_collapse)
+                ddp = CombinedDDP(chosen_models, replica_count=buckets, settings=common)
+            if verbosity > 0 and is_first_rank():
+                print(banner(level, properties))  # noqa: T201  as apex does
+            scaling = LossScaling(
+                self._hooks,
+                scalers,
+                self._subscribers,
+                on_collapse=on_collapse,
+                master_weights=bool(properties.master_weights),
+            )
+            if properties.cast_model_type in LOW_PRECISION_DTYPES:
+                warn_of_idle(self.registered.all(), level.name)
+            registered = (*((ALLOW_BANNED,) if allow_banned else ()), *self.registered.all())
+            self._change_settings(properties, scaling, *registered, verbosity=verbosity, policy=policy)
+            self._hooks.hook(
+                chosen_models,
+                chosen_optimizers,
+                properties,
+                [with_registered(each, registered) for each in policies],
+                cast_model_outputs=cast_model_outputs,
+                engine=self._engine,
+                announce=verbosity > 0,
+                unscaler=_unscaler_maker(combine=combine or ddp is not None, check=check),
+                ddp=ddp,
+            )
+            return arrived
+        except BaseException:
+            self._take_back(before, chosen_models, chosen_optimizers)
+            raise
 
     def start_casting(self, loss_scale: float | str = "dynamic", *, verbose: bool = False) -> None:
         """Choose O1 without models: ops are cast in `casting` and after `install`, and `scale_loss` has one scaler.
@@ -386,6 +413,34 @@ class Session:
             self._engine = None
         if self._engine is None and policy is not None:
             self._engine = kind(policy)
+
+    def _settings(self) -> _Settings:
+        engine = self._engine
+        return _Settings(
+            self._properties,
+            self._scaling,
+            self.verbosity,
+            self._adopts_optimizers,
+            self._registrations,
+            engine,
+            is_installed=engine is not None and engine.installed,
+            is_used=not self._hooks.is_empty,
+        )
+
+    def _take_back(self, before: _Settings, models: Sequence[Any], optimizers: Sequence[Any]) -> None:
+        """Release what a call that fails was given, and restore the settings, unless nothing is left to have them."""
+        with DeferredSignals():
+            self._hooks.release_connected(models, optimizers)
+            if before.is_used and self._hooks.is_empty:
+                before = _Settings()
+            replace_attributes(self._holder, before.registrations)
+            if self._engine is not None and not (self._engine is before.engine and before.is_installed):
+                self._engine.uninstall()
+            if before.engine is not None and before.is_installed:
+                before.engine.install()
+            self._scaling, self.verbosity, self._engine = before.scaling, before.verbosity, before.engine
+            self._adopts_optimizers, self._registrations = before.adopts_optimizers, before.registrations
+            self._properties = before.properties
 
     def register_function(self, cast: CastPolicy, module: Any, name: str) -> None:
         """Register ``module.name`` for a cast at O1, as `register_half_function` documents.

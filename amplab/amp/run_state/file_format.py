@@ -26,7 +26,7 @@ from torch.nn import Parameter
 
 from amplab import __version__
 from amplab.amp.run_state.paths import short_name, special_kind, target_of
-from amplab.policies.signals import DeferredSignals, is_interrupt
+from amplab.policies.signals import DeferredSignals, deferring_signals, is_interrupt
 
 try:
     import fcntl
@@ -215,7 +215,7 @@ def _disk_errors_named(path: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        if error.errno is None:
+        if error.errno is None or is_interrupt(error):
             raise
         raise OSError(error.errno, error.strerror, str(path)) from None
 
@@ -276,6 +276,7 @@ def _new_partial(path: Path) -> Iterator[tuple[Path, BinaryIO]]:
             raise
 
 
+@deferring_signals
 def _is_mine(file: BinaryIO, partial: Path) -> bool:
     """Lock a file; return False if another process has removed it, or is about to, since it was not locked yet."""
     try:
@@ -287,6 +288,7 @@ def _is_mine(file: BinaryIO, partial: Path) -> bool:
         return True
 
 
+@deferring_signals
 def remove_partials(folder: Path, pattern: str) -> None:
     """Remove what killed processes have left of files in a folder; what a process still writes is locked, and stays.
 

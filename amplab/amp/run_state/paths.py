@@ -11,6 +11,8 @@ import stat
 from pathlib import Path
 from typing import Any
 
+from amplab.policies.signals import deferring_signals
+
 __all__ = ["given_path", "short_name", "special_kind", "target_of"]
 
 _REFUSED = {
@@ -27,6 +29,7 @@ _KINDS = {
 }
 
 
+@deferring_signals
 def given_path(path: Any, argument: str = "path") -> Path:
     """Return a path that a user gave, with ``~`` expanded.
 
@@ -71,6 +74,7 @@ def given_path(path: Any, argument: str = "path") -> Path:
     return found.absolute() if str(found).startswith("~") else found  # whoever takes it as given must not expand it
 
 
+@deferring_signals
 def target_of(path: Path) -> Path:
     """Return the absolute path of a file; of a link, the path of its target, which need not exist.
 
@@ -83,6 +87,7 @@ def target_of(path: Path) -> Path:
     return Path(target)
 
 
+@deferring_signals
 def special_kind(path: Path) -> str:
     """Return what is at a path in place of a regular file, such as "a named pipe"; "" for a file, or for nothing.
 

@@ -10,6 +10,8 @@ import os
 import time
 from pathlib import Path
 
+from amplab.policies.signals import deferring_signals
+
 try:
     import fcntl
 except ImportError:  # Windows: no log is held there
@@ -22,6 +24,7 @@ _PAUSE_SECONDS = 0.0002  # before the second try, and twice as much before each 
 _LONGEST_SECONDS = 1.0  # for the end of an exclusive lock
 
 
+@deferring_signals
 def hold(descriptor: int) -> bool:
     """Lock an open log until its descriptor is closed; return False where that is impossible, as on some drives."""
     if fcntl is None:
@@ -35,6 +38,7 @@ def hold(descriptor: int) -> bool:
     return locks
 
 
+@deferring_signals
 def is_held(log: Path) -> bool:
     """Return whether a process holds a log. Raises OSError: the log cannot be read."""
     if fcntl is None:

@@ -14,6 +14,7 @@ from typing import TypeVar
 from amplab.amp.run_state.paths import given_path, short_name, special_kind, target_of
 from amplab.lab.config import ExperimentConfig
 from amplab.lab.watched_run import WatchedRun
+from amplab.policies.signals import deferring_signals
 
 __all__ = ["check_writable", "create_free", "free_path", "is_log_file", "log_target", "new_path", "runs_directory"]
 
@@ -38,6 +39,7 @@ def new_path(directory: Path, config: ExperimentConfig | WatchedRun) -> Path:
     return free_path(directory / f"{datetime.now():%Y%m%d-%H%M%S}-{name}.jsonl")
 
 
+@deferring_signals
 def free_path(path: Path) -> Path:
     """Return `path`, or if something has that name, the first of path-2, path-3, … that is free."""
     candidate, number = path, 1
@@ -48,6 +50,7 @@ def free_path(path: Path) -> Path:
     return candidate
 
 
+@deferring_signals
 def create_free(path: Path, create: Callable[[Path], Created]) -> Created:
     """Return what `create` makes at `free_path(path)`, or at the next one if another process was faster.
 
@@ -69,6 +72,7 @@ def is_log_file(target: Path) -> bool:
     return target.suffix == ".jsonl" and not target.is_dir()
 
 
+@deferring_signals
 def log_target(wanted: Path) -> Path:
     """Return the folder or the file to which a log goes; of a link the path of its target, which need not exist.
 
@@ -83,6 +87,7 @@ def log_target(wanted: Path) -> Path:
     return target
 
 
+@deferring_signals
 def check_writable(path: str | PathLike[str], argument: str, advice: str) -> None:
     """Raise a ValueError if no log can be written to `path`: before training, not during it.
 

@@ -20,6 +20,7 @@ from amplab.lab.run_log.lock import is_held
 from amplab.lab.run_log.ranks import RankDifference, findings_of_ranks, rank_differences, rank_table
 from amplab.lab.watched_run import WatchedRun
 from amplab.parallel.rank_state import RankState
+from amplab.policies.signals import deferring_signals
 from amplab.scalers import ScaleRule
 
 __all__ = ["Run"]
@@ -83,6 +84,7 @@ class Run:
         return [state for state in read if state is not None]
 
     @property
+    @deferring_signals
     def end(self) -> RankEnd:
         """How the log of one rank ends; "unknown" if a process on another host may still write it."""
         steps, quiet = len(self.history), 0.0

@@ -32,6 +32,7 @@ from amplab.lab.skip_explanation import SkipExplanation
 from amplab.lab.watched_run import WatchedRun
 from amplab.parallel.rank_state import RankState
 from amplab.parallel.ranks import Rank
+from amplab.policies.signals import DeferredSignals
 
 __all__ = ["FLUSH_SECONDS", "MOST_WAITING", "ClosedLog", "DiskFull", "RunLog"]
 
@@ -246,7 +247,7 @@ class RunLog:
                 written += file.write(memoryview(data)[written:])
         except OSError as error:
             written = data.rfind(b"\n", 0, written) + 1
-            with suppress(OSError):  # else the next write does it, or a reader drops the part
+            with DeferredSignals(), suppress(OSError):  # else the next write does it, or a reader drops the part
                 file.truncate(end + written)
             return written, error
         return written, None
