@@ -105,9 +105,7 @@ def launch_ranks(count: int, words: Sequence[str], *, name: str, restarts: int =
     try:
         with _process_as_before():
             os.environ.setdefault("OMP_NUM_THREADS", "1")
-            if not {"", os.getcwd()} & set(
-                sys.path
-            ):  # `python -m` in a process would put this folder first on its path
+            if not {"", os.getcwd()} & set(sys.path):  # which `python -m` in a process would put first on its path
                 os.environ.setdefault("PYTHONSAFEPATH", "1")
             os.environ[_LAUNCHER] = str(os.getpid())
             quiet = logging.WARNING if restarts else logging.ERROR  # its errors tell why it starts the ranks again

@@ -31,7 +31,7 @@ def seen():
 NAMES = "AMPLAB_LAUNCHER", "OMP_NUM_THREADS", "PYTHONSAFEPATH", "TORCHELASTIC_SIGNALS_TO_HANDLE"
 os.environ.pop("OMP_NUM_THREADS", None)
 sys.path.remove(os.getcwd())
-os.environ["PYTHONPATH"] = os.pathsep.join([os.getcwd(), os.environ.get("PYTHONPATH", "")])  # where the ranks find `ends`
+os.environ["PYTHONPATH"] = os.pathsep.join([os.getcwd(), os.environ.get("PYTHONPATH", "")])  # for ends.py
 logging.disable(logging.INFO)
 signal.signal(signal.SIGTERM, lambda *_: None)
 before = seen()
