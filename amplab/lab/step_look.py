@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from amplab.diagnose import Finding
 from amplab.diagnose.first_nonfinite import Setting
@@ -33,12 +34,14 @@ from amplab.diagnose.train_step.rehearsal import Rehearsal
 from amplab.display.numbers import count
 from amplab.lab.scale_probe import ScaleProbe
 from amplab.lab.watched_run import NO_LEVEL
+from amplab.policies.casting.function_modes import OwnMode, function_modes
 from amplab.policies.casting.thread_scopes import THREAD
 from amplab.policies.signals import is_interrupt
 from amplab.scalers.unscaler import is_sharded
 from amplab.trace import Trace
 from amplab.trace.argument_checks import check_model
 from amplab.trace.as_found import Undo
+from amplab.trace.dispatch_mode import DispatchMode
 from amplab.trace.recorder import Recorder
 
 __all__ = ["StepLook"]
@@ -83,9 +86,11 @@ class StepLook:
         self._has_batches = False
         self._grad_enabled: bool | None = None  # when the body of the last look at values began
         self._is_possible = _runs_op_by_op(model)
+        self._around: tuple[list[object], list[object]] = ([], [])  # the modes in which the loop begins
 
     def begin(self) -> None:
         """The loop begins. Sync: none."""
+        self._around = _modes_of_others()
         self._begin_loop()
 
     def batch_begins(self, batch: Any) -> None:
@@ -94,7 +99,7 @@ class StepLook:
         if self._loop is not None and self._loop.is_over:
             self._end_loop()
         self._begin_loop()
-        if self._step >= self._next_values and self._values is None and self._is_possible:
+        if self._step >= self._next_values and self._values is None and self._may_begin(names_calls=True):
             with self._guarded():
                 self._grad_enabled = torch.is_grad_enabled()
                 self._values = _ValueLook(self._model, batch, self._probe)
@@ -180,10 +185,21 @@ class StepLook:
             yield "not looked at: the values of ops; use for batch in w.batches(loader)"
 
     def _begin_loop(self) -> None:
-        if self._loop is None and self._step >= self._next_loop and self._is_possible:
+        if self._loop is None and self._step >= self._next_loop and self._may_begin():
             with self._guarded():
                 self._loop = _LoopLook(self._model, self._optimizers, self._probe)
                 self._loop.begin()
+
+    def _may_begin(self, *, names_calls: bool = False) -> bool:
+        """Whether a look is possible now: the end of a block that the loop is in would end the mode of the look.
+
+        Such blocks take the topmost mode off the stack: that of dispatch modes, or of function modes.
+
+        Args:
+            names_calls: whether the look has a function mode.
+        """
+        now = _modes_of_others()
+        return self._is_possible and now[0] == self._around[0] and (not names_calls or now == self._around)
 
     def _end_loop(self) -> None:
         look = self._loop
@@ -238,6 +254,12 @@ class StepLook:
             self._is_possible = False
             self.pause()
             self._fail(f"the look at step {self._step} failed: {type(error).__name__}: {error}")
+
+
+def _modes_of_others() -> tuple[list[object], list[object]]:
+    """Return the dispatch modes and the function modes of this thread that are not amplab's."""
+    dispatch = [mode for mode in _get_current_dispatch_mode_stack() if not isinstance(mode, DispatchMode)]
+    return dispatch, [mode for mode in function_modes() if not isinstance(mode, OwnMode)]
 
 
 def _runs_op_by_op(model: nn.Module) -> bool:
