@@ -86,7 +86,12 @@ class StepLook:
         self._has_batches = False
         self._grad_enabled: bool | None = None  # when the body of the last look at values began
         self._is_possible = _runs_op_by_op(model)
+        self.rests = False
         self._around: tuple[list[object], list[object]] = ([], [])  # the modes in which the loop begins
+
+    def rest(self) -> None:
+        """Look at nothing: nobody may say when the loop has ended, and the mode of a look would stay on."""
+        self._is_possible, self.rests = False, True
 
     def begin(self) -> None:
         """The loop begins. Sync: none."""
@@ -174,6 +179,9 @@ class StepLook:
 
     def looked_at(self) -> Iterator[str]:
         """What was examined, and what the loop has to use for the rest."""
+        if self.rests:
+            yield "not looked at: the ops of a step; a callback has no block whose end would end the look"
+            return
         if not self._is_possible:
             yield "not looked at: the ops of a step; the model is compiled or sharded, has an RNN, or a look failed"
             return
@@ -258,7 +266,7 @@ class StepLook:
 
 def _modes_of_others() -> tuple[list[object], list[object]]:
     """Return the dispatch modes and the function modes of this thread that are not amplab's."""
-    dispatch = [mode for mode in _get_current_dispatch_mode_stack() if not isinstance(mode, DispatchMode)]
+    dispatch: list[object] = [each for each in _get_current_dispatch_mode_stack() if not isinstance(each, DispatchMode)]
     return dispatch, [mode for mode in function_modes() if not isinstance(mode, OwnMode)]
 
 

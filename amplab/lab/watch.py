@@ -175,6 +175,14 @@ class Watch:
 
     # -- in the loop -------------------------------------------------------------------------------
 
+    def begin_without_block(self) -> None:
+        """Start to follow a loop whose end nobody may tell, as of a trainer that raises: no mode is put on the thread.
+
+        A model that is not referenced any more is freed.
+        """
+        self._look.rest()
+        self.__enter__()
+
     def __enter__(self) -> Watch:
         """Start to follow the loop."""
         if self._ends:
@@ -188,7 +196,8 @@ class Watch:
             self._hooks.need("output")
             self._hooks.need("gradients")
             self._look.begin()
-            self._ends.append(before_untouched(self._look.pause))  # a tool, whose steps are none of the loop
+            if not self._look.rests:
+                self._ends.append(before_untouched(self._look.pause))  # a tool, whose steps are none of the loop
             self._ends.append(self._idle.follow())
             self._ends.append(self._probe.follow(self._optimizers[0], self._take))
             return self

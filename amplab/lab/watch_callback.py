@@ -27,7 +27,8 @@ _last: WeakKeyDictionary[nn.Module, ref[Watch]] = WeakKeyDictionary()
 class WatchCallback:
     """Watch a training run from start to end.
 
-    If the trainer is interrupted, the watch ends when the next run of its model, or of this callback, starts.
+    If the trainer raises, the watch ends when the next run of its model, or of this callback, starts. Since its end is
+    not certain, it looks at no ops: findings about unscaling, clipping and lost updates need a ``with`` block.
 
     Args:
         log, every, tensorboard: see `watch`.
@@ -69,7 +70,7 @@ class WatchCallback:
                 before.__exit__(None, None, None)
         self.watch = watch(model, inner or optimizer, scaler=scaler, **self._options)
         _last[model] = ref(self.watch)
-        self.watch.__enter__()
+        self.watch.begin_without_block()
 
     def on_train_end(self, *_: Any, **__: Any) -> None:
         """End the watch."""

@@ -7,7 +7,9 @@ import warnings
 import pytest
 import torch
 from torch import nn
+from torch.distributed.tensor.debug import CommDebugMode
 from torch.nn import functional as F
+from torch.utils._debug_mode import DebugMode
 from torch.utils.flop_counter import FlopCounterMode
 
 import amplab
@@ -250,3 +252,36 @@ def test_where_nothing_is_found_the_watch_says_what_it_looked_at():
     assert "looked at the values of every op of 1 step" in with_batches
     assert "looked at the losses, loss scales and skips of 8 steps" in without
     assert "not looked at: the values of ops; use for batch in w.batches(loader)" in without
+
+
+@pytest.mark.filterwarnings("ignore:Full backward hook is firing:UserWarning")
+@pytest.mark.parametrize("kind", [FlopCounterMode, CommDebugMode, DebugMode])
+@pytest.mark.parametrize("with_batches", [False, True])
+def test_a_mode_of_the_loop_around_each_step_ends_with_its_block(kind, with_batches):
+    """Such a block takes the topmost mode off: that of a look, if the look began in it."""
+    model = nn.Linear(8, 1)
+    optimizer, scaler = torch.optim.SGD(model.parameters(), lr=0.01), torch.amp.GradScaler("cpu", init_scale=2.0**126)
+    batches = [torch.full((8, 8), 30.0)] * 6
+    with watch(model, optimizer, scaler=scaler) as w:
+        loader = iter(w.batches(batches) if with_batches else batches)
+        for _ in batches:
+            with kind():
+                batch = next(loader)
+                optimizer.zero_grad()
+                scaler.scale(w.loss(model(batch).square().mean())).backward()
+                scaler.step(optimizer)
+                scaler.update()
+    assert w.history.skip_count > 0
+    assert torch.utils._python_dispatch._get_current_dispatch_mode_stack() == []
+
+
+def test_a_look_begins_within_modes_that_were_there_before_the_loop():
+    model = nn.Linear(8, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    with FlopCounterMode(display=False), torch.device("cpu"), watch(model, optimizer) as w:
+        for batch in w.batches([torch.ones(8, 8)] * 3):
+            optimizer.zero_grad()
+            w.loss(model(batch).square().mean()).backward()
+            optimizer.step()
+    assert "looked at the values of every op of 1 step" in str(w)
+    assert torch.utils._python_dispatch._get_current_dispatch_mode_stack() == []

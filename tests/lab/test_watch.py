@@ -1,6 +1,7 @@
 """A loop of one's own, watched: its results are bit for bit what they were, and every step is told as it was."""
 
 import copy
+import gc
 import io
 import json
 import math
@@ -9,11 +10,13 @@ import shutil
 import signal
 import threading
 import warnings
+import weakref
 
 import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 import amplab
 from amplab import amp
@@ -385,6 +388,21 @@ def test_as_a_callback_of_transformers(tmp_path):
     logged = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
     assert callback.watch.history.column("loss").tolist() == pytest.approx(logged, abs=1e-3)
     assert len(load_run(callback.watch.log_path).history.gradient_samples) == 4
+
+
+def test_a_run_of_a_trainer_that_raises_leaves_no_mode_and_frees_its_model(tmp_path):
+    def run():
+        model = Own()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        WatchCallback(log=tmp_path).on_train_begin(None, None, None, model=model, optimizer=optimizer)
+        model(*BATCHES[0])["loss"].backward()
+        return weakref.ref(model)  # an exception ends the run, and `on_train_end` is not called
+
+    before = torch.overrides._get_current_function_mode_stack(), _get_current_dispatch_mode_stack()
+    model = run()
+    assert (torch.overrides._get_current_function_mode_stack(), _get_current_dispatch_mode_stack()) == before
+    gc.collect()
+    assert model() is None
 
 
 @pytest.mark.parametrize("renewed", ["callback", "model", "neither"])
