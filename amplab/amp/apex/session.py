@@ -196,8 +196,8 @@ class Session:
         May be called again: models and optimizers that this session has initialized before are released first; their
         weights and optimizer state are kept.
 
-        If it raises, also by the handler of a signal, everything is as before the call. Only what was to be released
-        may be released; if that was all that this session had initialized, everything is as after `reset`.
+        If it raises, also by the handler of a signal, what it was given is as before the call or as after `reset`, and
+        everything else is as before. Where that releases the last model and optimizer, everything is as after `reset`.
 
         Args:
             models: a module or a list of modules, float32, on any device.
