@@ -42,7 +42,7 @@ class RunSaver:
             at_rest: Whether it has come to rest, when it is always time.
         """
         log = store.log_path
-        if log is None or not log.is_file():
+        if log is None:
             return
         if self._checkpoints is None or self._checkpoints.log != log:
             self._checkpoints, self._has_failed = Checkpoints(log), False
@@ -56,6 +56,8 @@ class RunSaver:
                 if self._exchange.place.rank:
                     return
             if store.is_on_disk:
+                if not log.is_file():
+                    raise FileNotFoundError(f"its log is not at {log} any more: it was moved or deleted")
                 checkpoints.write(experiment)
                 self._tell(checkpoints.path, None)
         except RankLost:

@@ -82,8 +82,9 @@ class StepRerun:
     def __init__(self, model: nn.Module, loss: Loss | None, step: Loss | None, scaler: Scaler | None) -> None:
         self._model, self._loss, self._step, self._scaler = model, loss, step, scaler
         self._runs_again = loss is not None or step is not None
-        self._buffers = list(model.buffers()) if self._runs_again else []
-        self._kept = [buffer.detach().clone() for buffer in self._buffers]
+        self._kept: list[Tensor] = []  # the buffers as the step began
+        if self._runs_again:
+            self._keep_buffers()
         self._begun: deque[_Begun] = deque(maxlen=_BATCHES)
         self.is_possible = False
         self.at_work = False
@@ -106,11 +107,18 @@ class StepRerun:
         """Keep a reference to the batch, and copies of the random state and of the buffers. Sync: none."""
         if not self._runs_again:
             return
-        if self._buffers and not self._begun:
-            with torch.no_grad():
-                torch._foreach_copy_(self._kept, self._buffers)
+        if not self._begun:
+            self._keep_buffers()
         self._begun.append(_Begun(batch, _random_states()))
         self.is_possible = True
+
+    @torch.no_grad()
+    def _keep_buffers(self) -> None:
+        buffers = list(self._model.buffers())
+        if list(map(_kind_of, buffers)) != list(map(_kind_of, self._kept)):  # a forward may resize or replace them
+            self._kept = [buffer.detach().clone() for buffer in buffers]
+        elif buffers:
+            torch._foreach_copy_(self._kept, buffers)
 
     def forget(self) -> None:
         """Drop the batches: their step is over."""
@@ -124,7 +132,7 @@ class StepRerun:
     def begin_as(self, beginning: StepBeginning) -> None:
         """Keep the batches of another step, and give the buffers the values that they had at its beginning."""
         self._begun = deque(beginning.begun, maxlen=_BATCHES)
-        for each, buffer, value in zip(self._kept, self._buffers, beginning.buffers, strict=True):
+        for each, buffer, value in zip(self._kept, self._model.buffers(), beginning.buffers, strict=True):
             write_value(each, value)
             write_value(buffer, value)
         self.is_possible = bool(beginning.begun)
@@ -187,17 +195,24 @@ class StepRerun:
     def _begin_again(self, random: list[Tensor], undo: Undo) -> None:
         """Set the random state and the buffers with which the step began, until `undo`."""
         undo.add(partial(setattr, self, "at_work", False))
-        undo.add(partial(self._set, _random_states(), [buffer.detach().clone() for buffer in self._buffers]))
+        buffers = list(self._model.buffers())
+        if len(buffers) != len(self._kept):
+            raise CannotRunAgain("the forward has added or removed buffers of the model, so they are not as they were.")
+        undo.add(partial(self._set, _random_states(), buffers, [buffer.detach().clone() for buffer in buffers]))
         self.at_work = True
-        self._set(random, self._kept)
+        self._set(random, buffers, self._kept)
 
     @torch.no_grad()
-    def _set(self, random: list[Tensor], buffers: list[Tensor]) -> None:
+    def _set(self, random: list[Tensor], buffers: list[Tensor], values: list[Tensor]) -> None:
         torch.set_rng_state(random[0])
         if len(random) > 1:
             torch.cuda.set_rng_state_all(random[1:])
-        for buffer, value in zip(self._buffers, buffers, strict=True):
+        for buffer, value in zip(buffers, values, strict=True):
             write_value(buffer, value)
+
+
+def _kind_of(buffer: Tensor) -> tuple[Any, ...]:
+    return buffer.shape, buffer.dtype, buffer.layout, buffer.device
 
 
 def _see_autocast(seen: list[bool], model: nn.Module, _args: object) -> None:

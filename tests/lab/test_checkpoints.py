@@ -236,6 +236,19 @@ def test_the_log_and_its_checkpoints_stay_where_they_are_if_the_working_folder_c
     assert not any((tmp_path / "elsewhere").iterdir())
 
 
+def test_a_log_that_is_moved_away_ends_the_checkpoints_and_is_told(tmp_path: Path, listen) -> None:
+    trainer = Trainer(SMALL, log=tmp_path / "runs")
+    ear = listen(trainer)
+    trainer.run(3)
+    trainer.log_path.rename(tmp_path / "elsewhere.jsonl")
+    trainer.run(3)
+    (told,) = ear.of(Failed)
+    assert "its log is not at" in told.text
+    trainer.stop()
+    assert trainer.wait(10)
+    assert len(load_run(tmp_path / "elsewhere.jsonl").history) == 6
+
+
 def last_step(checkpoint: Path) -> int:
     return torch.load(checkpoint)["position"]
 

@@ -179,3 +179,47 @@ def test_a_skipped_step_of_a_model_over_a_graph_is_explained(kind):
             scaler.update()
     assert (w.history.skip_count, w.failures, sorted(w.history.explanations)) == (2, (), [0, 1])
     assert model.calls.item() == 2
+
+
+class Resizes(nn.Module):
+    """As torch's observers of quantization do, a forward gives a buffer its shape."""
+
+    def __init__(self, way):
+        super().__init__()
+        self.layer, self.way = nn.Linear(4, 4), way
+        self.register_buffer("low", torch.zeros(1))
+        self.register_buffer("calls", torch.zeros(1))
+
+    def forward(self, inputs):
+        self.calls += 1
+        if self.way == "resized":
+            self.low.resize_(4)
+        elif self.way == "data":
+            self.low.data = inputs.detach().amin(0)
+        elif self.way == "replaced":
+            self.low = inputs.detach().amin(0)
+        elif self.way == "added" and not hasattr(self, "more"):
+            self.register_buffer("more", torch.zeros(2))
+        self.low.copy_(inputs.detach().amin())
+        return self.layer(inputs)
+
+
+@pytest.mark.filterwarnings("ignore:amplab.watch. step 0 could not run again:RuntimeWarning")
+@pytest.mark.parametrize("way", ["resized", "data", "replaced", "added"])
+def test_a_loop_goes_on_whose_forward_changes_what_buffers_are(way):
+    model = Resizes(way)
+    optimizer, scaler = torch.optim.SGD(model.parameters(), lr=0.01), amplab.GradScaler("cpu", init_scale=2.0**126)
+
+    def step(batch):
+        return model(batch).square().mean() * 1e4
+
+    with amplab.watch(model, optimizer, scaler=scaler, step=step) as w:
+        for batch in w.batches([torch.full((3, 4), 1e4)] * 4):
+            optimizer.zero_grad()
+            scaler.scale(step(batch)).backward()
+            scaler.step(optimizer)
+            scaler.update()
+    assert (w.history.skip_count, model.calls.item()) == (4, 4)
+    explained = sorted(w.history.explanations)
+    assert explained == ([1, 2, 3] if way == "added" else [0, 1, 2, 3])
+    assert all("added or removed buffers" in each for each in w.failures)
