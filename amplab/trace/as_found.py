@@ -309,21 +309,40 @@ class _Dispatch:
         """Restore them, in their own thread. The keys of dispatch modes without a mode would let every op fail."""
         if threading.get_ident() != self._thread:
             return
-        _restore_dispatch_modes(self._modes)
-        if _dispatch_flags() != self._flags:
-            vars(_python_dispatch).update(self._flags)
+        modes = [mode for mode in self._modes if not _has_ended(mode)]  # as that of a look that the tool has ended
+        _restore_dispatch_modes(modes)
+        flags = self._flags if len(modes) == len(self._modes) else _flags_of(modes)
+        if _dispatch_flags() != flags:
+            vars(_python_dispatch).update(flags)
             set_is_in_mode_without_ignore_compile_internals(
                 _python_dispatch._is_in_any_mode_without_ignore_compile_internals
             )
-        now = _dispatch_keys()
+        now, without_modes = _dispatch_keys(), len(modes) < len(self._modes) and not modes
         if now != self._keys:
             for key in DispatchKey.__members__.values():
                 for place, write in enumerate(_SET_KEY):
-                    if now[place].has(key) != self._keys[place].has(key):
-                        write(key, self._keys[place].has(key))
+                    is_wanted = self._keys[place].has(key) and not (without_modes and key in _KEYS_OF_MODES)
+                    if now[place].has(key) != is_wanted:
+                        write(key, is_wanted)
 
 
 _SET_KEY = torch._C._dispatch_tls_set_dispatch_key_included, torch._C._dispatch_tls_set_dispatch_key_excluded
+
+
+_KEYS_OF_MODES = DispatchKey.Python, DispatchKey.PythonTLSSnapshot
+
+
+def _has_ended(mode: Any) -> bool:
+    return isinstance(mode, DispatchMode) and not mode.is_entered
+
+
+def _flags_of(modes: list[Any]) -> dict[str, bool]:
+    """What torch stores of the modes besides the stack, if there are these."""
+    return {
+        "_is_in_torch_dispatch_mode": bool(modes),
+        "_is_in_non_infra_torch_dispatch_mode": any(not mode.is_infra_mode() for mode in modes),
+        "_is_in_any_mode_without_ignore_compile_internals": any(not mode.ignore_compile_internals() for mode in modes),
+    }
 
 
 def _restore_dispatch_modes(modes: list[Any]) -> None:
@@ -364,8 +383,6 @@ def rebind(owned: dict[Any, Any], before: dict[Any, Any]) -> None:
     for name in owned.keys() - before.keys():
         del owned[name]
     owned.update(before)
-    if any(
-        key is not place for key, place in zip(owned, before, strict=True)
-    ):  # the parts of a Sequential have an order
+    if any(key is not other for key, other in zip(owned, before, strict=True)):  # as of the parts of a Sequential
         for name in before:
             owned[name] = owned.pop(name)

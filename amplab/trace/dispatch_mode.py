@@ -20,8 +20,9 @@ _FLAGS = {
 class DispatchMode(TorchDispatchMode):
     """A dispatch mode that can be entered without importing the compiler, which takes seconds.
 
-    A subclass implements `run`. Modes may end in any order. Where another thread ends a mode, because it closes the
-    generator in which the mode was entered, the mode runs ops as they are until `drop_ended` in its own thread.
+    A subclass implements `run`. A mode is entered once; modes may end in any order. Where another thread ends a mode,
+    because it closes the generator in which the mode was entered, the mode runs ops as they are until `drop_ended` in
+    its own thread.
 
     Reference: torch.utils._python_dispatch.TorchDispatchMode.
     """
@@ -29,6 +30,13 @@ class DispatchMode(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # torch's has no annotations
         self._thread, self.has_ended = get_ident(), False
+        self.is_entered = False
+
+    def __enter__(self) -> "DispatchMode":
+        """Put this mode on top of this thread's stack."""
+        self.is_entered = True  # first: an interrupt may follow
+        super().__enter__()  # type: ignore[no-untyped-call]  # torch's has no annotations
+        return self
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -50,6 +58,7 @@ class DispatchMode(TorchDispatchMode):
         if get_ident() != self._thread:
             self.has_ended = True
             return
+        self.is_entered = False
         modes = _get_current_dispatch_mode_stack()
         place = next((place for place, mode in enumerate(modes) if mode is self), len(modes))
         above = modes[place + 1 :]

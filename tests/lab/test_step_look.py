@@ -1,5 +1,6 @@
 """A watch finds, in the loop as it runs, faults that never turn non-finite; healthy twins have none."""
 
+import contextlib
 import copy
 import sys
 import warnings
@@ -285,3 +286,29 @@ def test_a_look_begins_within_modes_that_were_there_before_the_loop():
             optimizer.step()
     assert "looked at the values of every op of 1 step" in str(w)
     assert torch.utils._python_dispatch._get_current_dispatch_mode_stack() == []
+
+
+@pytest.mark.parametrize("tool", ["xray", "first_nonfinite", "gradient_range", "doctor"])
+@pytest.mark.parametrize("at", [-1, 0, 2])
+@pytest.mark.parametrize("around", [False, True])
+def test_a_tool_that_raises_in_a_watched_loop_leaves_no_mode_of_a_look(tool, at, around):
+    """It ends the look, whose mode was on when the tool began."""
+    model = nn.Linear(8, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+
+    def look(step):
+        if step == at:
+            with contextlib.suppress(RuntimeError):
+                getattr(amplab, tool)(model, torch.ones(4, 9), loss=lambda output: output.mean())
+
+    outer = FlopCounterMode(display=False) if around else contextlib.nullcontext()
+    with outer, watch(model, optimizer) as w:
+        look(-1)
+        for step, batch in enumerate(w.batches([torch.ones(4, 8)] * 4)):
+            optimizer.zero_grad()
+            w.loss(model(batch).square().mean()).backward()
+            optimizer.step()
+            look(step)
+    assert torch.utils._python_dispatch._get_current_dispatch_mode_stack() == []
+    assert not [name for name, on in vars(torch.utils._python_dispatch).items() if name.startswith("_is_in") and on]
+    assert (len(w.history), w.failures) == (4, ())
