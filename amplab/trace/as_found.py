@@ -79,7 +79,7 @@ class Undo:
     def enter(self, mode: DispatchMode) -> None:
         """Put `mode` on the stack of this thread, and take it off at the end."""
         self.add(mode.__exit__)
-        mode.__enter__()  # type: ignore[no-untyped-call]  # torch's has no annotations
+        mode.__enter__()
 
     def enter_block(self, block: Callable[[], "contextlib._GeneratorContextManager[Any]"]) -> Any:
         """Enter a block that `contextlib.contextmanager` has made, until the end."""

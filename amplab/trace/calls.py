@@ -5,6 +5,7 @@ Ops are named after the outermost call. The exceptions are composites of torch t
 """
 
 import functools
+import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from types import FunctionType
@@ -14,7 +15,7 @@ import torch
 from torch import Tensor
 
 from amplab.policies import APEX, CastPolicy
-from amplab.policies.casting.function_modes import OwnMode
+from amplab.policies.casting.function_modes import OwnMode, function_modes, remove
 from amplab.policies.casting.plan import COMPOSITES, opened
 from amplab.policies.casting.thread_scopes import THREAD
 from amplab.trace.lines import CodeLine, user_line
@@ -127,3 +128,14 @@ def _name_of(func: Any) -> str:
     if name in ("__get__", "__set__"):
         name = func.__self__.__name__
     return name.strip("_") if name.endswith("__") else name.lstrip("_")
+
+
+def _leave_in_forks() -> None:
+    """As for `DispatchMode`: a forked process records nothing."""
+    for mode in function_modes():
+        if isinstance(mode, Calls):
+            remove(mode)
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_leave_in_forks)

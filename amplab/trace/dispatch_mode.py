@@ -1,5 +1,6 @@
 """`DispatchMode`: the base of the modes that intercept every aten op, also those of autograd's backward."""
 
+import os
 from threading import get_ident
 from typing import Any
 
@@ -90,3 +91,14 @@ def drop_ended() -> None:
     for mode in _get_current_dispatch_mode_stack():
         if isinstance(mode, DispatchMode) and mode.has_ended:
             mode.__exit__()
+
+
+def _leave_in_forks() -> None:
+    """A forked process, such as a worker of a DataLoader, records nothing, and each of its ops would be slower."""
+    for mode in _get_current_dispatch_mode_stack():
+        if isinstance(mode, DispatchMode):
+            mode.__exit__()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_leave_in_forks)

@@ -2,6 +2,7 @@
 
 import contextlib
 import copy
+import os
 import sys
 import warnings
 
@@ -11,6 +12,7 @@ from torch import nn
 from torch.distributed.tensor.debug import CommDebugMode
 from torch.nn import functional as F
 from torch.utils._debug_mode import DebugMode
+from torch.utils.data import DataLoader
 from torch.utils.flop_counter import FlopCounterMode
 
 import amplab
@@ -312,3 +314,34 @@ def test_a_tool_that_raises_in_a_watched_loop_leaves_no_mode_of_a_look(tool, at,
     assert torch.utils._python_dispatch._get_current_dispatch_mode_stack() == []
     assert not [name for name, on in vars(torch.utils._python_dispatch).items() if name.startswith("_is_in") and on]
     assert (len(w.history), w.failures) == (4, ())
+
+
+class Modes(torch.utils.data.Dataset):
+    """Each item is the number of modes on the thread of the worker that reads it."""
+
+    def __len__(self):
+        return 16
+
+    def __getitem__(self, index):
+        stack = torch.utils._python_dispatch._get_current_dispatch_mode_stack()
+        flags = [name for name, on in vars(torch.utils._python_dispatch).items() if name.startswith("_is_in") and on]
+        return torch.full(
+            (8,), float(len(stack) + len(torch.overrides._get_current_function_mode_stack()) + len(flags))
+        )
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="forks")
+@pytest.mark.parametrize("begins", ["in the watch", "in batches"])
+def test_workers_of_a_loader_have_no_mode_of_a_look(begins):
+    loader = DataLoader(Modes(), batch_size=4, num_workers=2, multiprocessing_context="fork")
+    model = nn.Linear(8, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    with watch(model, optimizer) as w:
+        given = w.batches(loader) if begins == "in batches" else w.batches(iter(loader))
+        for batch in given:
+            assert batch.sum().item() == 0
+            optimizer.zero_grad()
+            w.loss(model(batch).square().mean()).backward()
+            optimizer.step()
+    assert len(w.history) == 4
+    assert "looked at the gradients of 1 step" in str(w)
