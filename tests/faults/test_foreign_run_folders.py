@@ -1,9 +1,10 @@
-"""Folders of sharded runs from a stranger: nothing that they name is called, imported or read from elsewhere."""
+"""Damaged folders of sharded runs are refused, whatever is damaged; those of a stranger run, import, read nothing."""
 
 import os
 import pickle
 import random
 import shutil
+import zlib
 from contextlib import suppress
 
 import pytest
@@ -16,9 +17,12 @@ from torch.distributed.fsdp import fully_shard
 
 from amplab import amp
 
+READ = [".metadata", "rank_0.pt", "__0_0.distcp", "__1_0.distcp"]
+"""What one process reads of the folder of two ranks, besides checksums.pt."""
 
-def saves(rank, path):
-    torch.manual_seed(0)
+
+def saves(rank, path, seed=0):
+    torch.manual_seed(seed)
     model = nn.Linear(5, 3)
     fully_shard(model)
     optimizer = torch.optim.Adam(model.parameters())
@@ -31,6 +35,13 @@ def saves(rank, path):
 def written(tmp_path_factory):
     path = tmp_path_factory.mktemp("sharded") / "run"
     run_ranks(saves, path)
+    return path
+
+
+@pytest.fixture(scope="module")
+def another(tmp_path_factory):
+    path = tmp_path_factory.mktemp("another") / "run"
+    run_ranks(saves, path, 1)
     return path
 
 
@@ -54,11 +65,19 @@ def load(folder):
 
 
 def edit(folder, change):
-    """Change the metadata of a folder, as torch reads and writes them."""
+    """Change the metadata of a folder, as torch reads and writes them, and the checksums with them."""
     path = folder / ".metadata"
     metadata = pickle.loads(path.read_bytes())
     change(metadata)
     path.write_bytes(pickle.dumps(metadata))
+    seal(folder)
+
+
+def seal(folder):
+    """Write checksums that are valid again, as whoever alters a folder on purpose does."""
+    state = torch.load(folder / "checksums.pt")
+    state["checksums"] = {name: zlib.crc32((folder / name).read_bytes()) for name in state["checksums"]}
+    torch.save(state, folder / "checksums.pt")
 
 
 class Plant:
@@ -119,7 +138,7 @@ def test_files_outside_of_the_folder_are_not_read(folder, file):
 
 
 def test_a_folder_without_its_parts_is_refused(folder):
-    for missing in ("rank_0.pt", ".metadata"):
+    for missing in ("rank_0.pt", ".metadata", "checksums.pt", "__1_0.distcp"):
         kept = (folder / missing).read_bytes()
         (folder / missing).unlink()
         with pytest.raises(amp.RunStateError, match=missing.replace(".", r"\.")):
@@ -138,16 +157,60 @@ def test_parts_that_do_not_cover_a_tensor_are_refused(folder):
         load(folder)
 
 
+def test_one_flipped_bit_is_refused(folder):
+    for seed in range(60):
+        chance = random.Random(seed)
+        file = folder / chance.choice(READ)
+        whole = file.read_bytes()
+        damaged = bytearray(whole)
+        damaged[chance.randrange(len(damaged))] ^= 1 << chance.randrange(8)
+        file.write_bytes(damaged)
+        with pytest.raises(amp.RunStateError, match=rf"{file.name}\b.* from an intact source"):
+            load(folder)
+        file.write_bytes(whole)
+    assert load(folder).weight.all()
+
+
+@pytest.mark.parametrize("name", READ)
+def test_a_file_of_another_save_is_refused(folder, another, name):
+    shutil.copy(another / name, folder / name)
+    with pytest.raises(amp.RunStateError, match=rf"the bytes of {name} do not match .* or of another save"):
+        load(folder)
+
+
+@pytest.mark.parametrize("name", READ)
+def test_a_file_without_a_checksum_is_refused(folder, name):
+    state = torch.load(folder / "checksums.pt")
+    del state["checksums"][name]
+    torch.save(state, folder / "checksums.pt")
+    with pytest.raises(amp.RunStateError, match=name):
+        load(folder)
+
+
+@pytest.mark.parametrize("state", [{"amplab_run_state": 1}, {"amplab_run_state": 1, "checksums": [1]}])
+def test_a_file_of_checksums_without_checksums_is_refused(folder, state):
+    torch.save(state, folder / "checksums.pt")
+    with pytest.raises(amp.RunStateError, match=r"checksums\.pt does not exist or holds no checksums"):
+        load(folder)
+
+
 def attack(folder, seeds):
-    files = [".metadata", "rank_0.pt", *(path.name for path in folder.glob("*.distcp"))]
-    whole = {name: (folder / name).read_bytes() for name in files}
+    """Alter files, by turns without their checksums, which is always refused, and with them."""
+    whole = {name: (folder / name).read_bytes() for name in (*READ, "checksums.pt")}
     for seed in seeds:
         chance = random.Random(seed)
-        name = files[seed % 2] if seed % 3 else chance.choice(files)
-        (folder / name).write_bytes(altered_bytes(whole[name], chance))
-        with suppress(amp.RunStateError):
+        name = READ[seed % 2] if seed % 3 else chance.choice(READ)
+        altered = altered_bytes(whole[name], chance)
+        (folder / name).write_bytes(altered)
+        if seed % 4:
+            seal(folder)
+        refused = (
+            suppress(amp.RunStateError) if seed % 4 or altered == whole[name] else pytest.raises(amp.RunStateError)
+        )
+        with refused:
             load(folder)
-        (folder / name).write_bytes(whole[name])
+        for each in (name, "checksums.pt"):
+            (folder / each).write_bytes(whole[each])
     assert load(folder).weight.all()
 
 
@@ -161,7 +224,7 @@ def test_many_altered_bytes(folder):
 
 
 @pytest.mark.skipif(os.name != "posix", reason="makes pipes")
-@pytest.mark.parametrize("name", ["rank_0.pt", ".metadata", "__0_0.distcp"])
+@pytest.mark.parametrize("name", [*READ, "checksums.pt"])
 def test_a_pipe_in_a_folder_is_refused(name, folder):
     """Reading one would wait for a writer."""
     (folder / name).unlink()

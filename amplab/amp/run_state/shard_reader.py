@@ -4,10 +4,13 @@ torch.distributed.checkpoint keeps the places of the shards in ``.metadata``, a 
 function. Here an unpickler takes the names that this file needs and no others; each becomes an inert record of its
 fields. The metadata are then built from these fields, checked one by one. Entries that are not tensors, which
 torch.distributed.checkpoint unpickles, too, are refused. The tensors themselves are read with ``weights_only=True``.
+
+Every file is compared with its checksum before it is read.
 """
 
 import math
 import pickle
+from collections.abc import Mapping
 from pathlib import Path, PurePath
 from typing import Any, NoReturn
 
@@ -21,8 +24,11 @@ from torch.distributed.checkpoint.metadata import (
     TensorProperties,
     TensorStorageMetadata,
 )
+from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner
+from torch.futures import Future
 
 from amplab.amp.run_state.file_format import RunStateError
+from amplab.amp.run_state.folder_checksums import mismatch
 from amplab.amp.run_state.paths import special_kind
 from amplab.policies.signals import is_interrupt
 
@@ -50,16 +56,19 @@ class ShardReader(FileSystemReader):
 
     Args:
         path: the folder.
+        checksums: of its files, by name.
 
     Raises:
-        RunStateError: a folder without ``.metadata``, or one that names other code, other files or other values.
+        RunStateError: a folder without ``.metadata``, or one that is damaged or names other code, other files or other
+            values.
         OSError: the file cannot be read.
 
     Sync: none.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, checksums: Mapping[str, Any]) -> None:
         super().__init__(path)
+        self._checksums = checksums
         self._file = path / _NAME
         self._metadata = self._read()
 
@@ -67,11 +76,20 @@ class ShardReader(FileSystemReader):
         """Return the places of all shards."""
         return self._metadata
 
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+        """Read the shards of this rank. Raises: RunStateError, a file that is damaged or of another save."""
+        for name in {self.storage_data[item.storage_index].relative_path for item in plan.items}:
+            if reason := mismatch(self._file.with_name(name), self._checksums):
+                raise RunStateError(reason)
+        return super().read_data(plan, planner)
+
     def _read(self) -> Metadata:
         if not self._file.exists():
             self._refuse("there is no such file")
         if kind := special_kind(self._file):
             self._refuse(f"it is {kind}")
+        if reason := mismatch(self._file, self._checksums):
+            self._refuse(reason)
         with self._file.open("rb") as file:
             try:
                 read = _Unpickler(file).load()

@@ -3,6 +3,7 @@
     PATH/.metadata, PATH/*.distcp     every DTensor of the run; they load on any number of ranks
     PATH/rank_0.pt, rank_1.pt, …      a file of `file_format` with everything else, such as generators and loss scales;
                                       an empty tensor on the meta device has the place of each DTensor
+    PATH/checksums.pt                 the checksum of every other file, which is compared before the file is used
 
 A folder is written beside its place and renamed. A process that is killed leaves PATH as it was, or, between two
 renames, the hidden folder .PATH.previous, which is then read.
@@ -25,6 +26,7 @@ from torch.nn import Module
 from torch.optim import Optimizer
 
 from amplab.amp.run_state.file_format import MissingRunState, RunStateError, read_run_state, write_run_state
+from amplab.amp.run_state.folder_checksums import CHECKSUMS, checksum, mismatch, read_checksums, write_checksums
 from amplab.amp.run_state.paths import short_name
 from amplab.policies.signals import DeferredSignals
 from amplab.scalers import is_sharded
@@ -32,7 +34,7 @@ from amplab.scalers import is_sharded
 __all__ = ["has_shards", "is_run_folder", "on_every_rank", "rank_file", "read_shards", "tensors_of", "write_run_folder"]
 
 Value = TypeVar("Value")
-_OF_A_RUN = re.compile(r"\.metadata|.*\.distcp|rank_\d+\.pt")
+_OF_A_RUN = re.compile(rf"\.metadata|.*\.distcp|rank_\d+\.pt|{re.escape(CHECKSUMS)}")
 _Place = tuple[Any, ...]
 """The keys and indices that lead to a tensor: ("optimizers", 0, "state", "state", 3, "exp_avg")."""
 
@@ -59,14 +61,26 @@ def write_run_folder(path: Path, state: dict[str, Any]) -> None:
     """
     import torch.distributed.checkpoint as dcp  # takes a second, which only sharded runs need
 
+    from amplab.amp.run_state.shard_writer import ShardWriter
+
     partial = path.with_name(f".{short_name(path.name)}.partial")
     first = dist.get_rank() == 0
+    file = partial / _name(dist.get_rank())
     on_every_rank(lambda: _make_folder(path, partial) if first else None)
     shards = {_key(place): tensor for place, tensor in tensors_of(state) if is_sharded(tensor)}
-    on_every_rank(lambda: write_run_state(partial / _name(dist.get_rank()), _without_shards(state)))
+    on_every_rank(lambda: write_run_state(file, _without_shards(state)))
+    writer = ShardWriter(partial)
     with _errors_of_ranks(f"The shards cannot be written, and {path} is unchanged.", "Save again when that is mended."):
-        dcp.state_dict_saver.save(shards, checkpoint_id=partial)
-    on_every_rank(lambda: _put_in_place(path, partial) if first else None)
+        dcp.state_dict_saver.save(shards, storage_writer=writer)
+    own = on_every_rank(lambda: {file.name: checksum(file), **writer.checksums})
+    of_ranks: list[dict[str, int]] | None = [{}] * dist.get_world_size() if first else None
+    dist.gather_object(own, of_ranks)
+
+    def finish() -> None:
+        write_checksums(partial, {name: value for each in of_ranks or () for name, value in each.items()})
+        _put_in_place(path, partial)
+
+    on_every_rank(lambda: finish() if first else None)
 
 
 def rank_file(path: Path) -> tuple[dict[str, Any], bool]:
@@ -76,15 +90,22 @@ def rank_file(path: Path) -> tuple[dict[str, Any], bool]:
         The state, with meta tensors for DTensors; and whether it is the state of this rank.
 
     Raises:
-        As `read_run_state`.
+        As `read_run_state`; RunStateError, too, if the file does not match its checksum in the folder.
     """
     folder = _present(path)
     rank = dist.get_rank() if dist.is_initialized() else 0
-    own = folder / _name(rank)
-    file = own if own.exists() else folder / _name(0)
+    checksums = read_checksums(folder) if (folder / _name(0)).exists() else {}
+    own = _name(rank) in checksums
+    file = folder / _name(rank if own else 0)
     if not file.exists():
         raise MissingRunState(f"{path} has no {file.name}: expected a folder of save_run_state; give the path of one.")
-    return read_run_state(file), own.exists()
+    state = read_run_state(file)
+    if reason := mismatch(file, checksums):
+        raise RunStateError(
+            f"{path} cannot be loaded, and nothing was loaded: {reason}. Copy the folder again from an intact source, "
+            "or load an earlier one."
+        )
+    return state, own
 
 
 def read_shards(
@@ -117,7 +138,7 @@ def read_shards(
     if targets:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
-            reader = on_every_rank(lambda: ShardReader(_present(path)))
+            reader = on_every_rank(lambda: ShardReader(_present(path), read_checksums(_present(path))))
             with _errors_of_ranks(
                 f"The shards in {path} cannot be read, and nothing was loaded.",
                 "Copy the folder again from an intact source, or load an earlier one.",

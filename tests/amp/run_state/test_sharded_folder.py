@@ -3,6 +3,7 @@
 import os
 import shutil
 from contextlib import nullcontext
+from functools import partial
 from unittest import mock
 
 import pytest
@@ -84,6 +85,7 @@ def saves_and_continues(rank, folder):
         torch.save(saved, folder / f"{name}_{rank}.pt")
     found["apex"] = apex(folder / "apex", rank)
     found["refused"] = refused(folder)
+    found["damaged"] = damaged(rank, folder / "Adam")
     found["others"] = others_folders(folder / "others")
     (folder / "backup").mkdir(exist_ok=True)
     found["backup"] = the_backup_of_a_user(folder / "backup")
@@ -137,6 +139,34 @@ def refused(folder):
         except (amp.RunStateError, OSError) as error:
             messages.append(f"{type(error).__name__}: {error}")
     return messages, equal(before, bits(model, optimizer, scaler)), (folder / "bad").exists()
+
+
+DAMAGED = ("__0_0.distcp", "__1_0.distcp", ".metadata", "rank_1.pt")
+
+
+def damaged(rank, path):
+    """Flip a bit of each of `DAMAGED`, then remove it; return what each load raises, and whether nothing was loaded."""
+    model, optimizer, scaler = new_run("Adam")
+    before = bits(model, optimizer, scaler)
+    messages = {}
+    for name in DAMAGED:
+        file = path / name
+        whole = file.read_bytes()
+        for how in ("altered", "lost"):
+            dist.barrier()
+            if rank == 0 and how == "altered":
+                at = len(whole) // 2
+                file.write_bytes(whole[:at] + bytes([whole[at] ^ 1]) + whole[at + 1 :])
+            elif rank == 0:
+                file.unlink()
+            dist.barrier()
+            with pytest.raises(amp.RunStateError) as info:
+                amp.load_run_state(path, model=model, optimizer=optimizer, scaler=scaler)
+            messages[name, how] = str(info.value)
+        if rank == 0:
+            file.write_bytes(whole)
+    dist.barrier()
+    return messages, equal(before, bits(model, optimizer, scaler))
 
 
 OTHERS = {
@@ -202,17 +232,20 @@ def position_after_two_failed_renames(rank, folder):
 
 
 def after_an_error_of_one_rank(rank, folder, error):
-    """Save and load with an error in torch's part on rank 1; return what is raised, and the position that stays."""
+    """Save and load with an error of rank 1 in what torch calls; return what is raised, and the position that stays."""
     model, _, _ = new_run("SGD")
     path = folder / "stopped"
     amp.save_run_state(path, model=model, position=1)
     raised = []
+    save = partial(amp.save_run_state, path, model=model, position=2)
+    load = partial(amp.load_run_state, path, model=model)
     calls = {
-        "filesystem._FileSystemWriter.prepare_local_plan": lambda: amp.save_run_state(path, model=model, position=2),
-        "filesystem.FileSystemReader.prepare_local_plan": lambda: amp.load_run_state(path, model=model),
+        "torch.distributed.checkpoint.filesystem._FileSystemWriter.prepare_local_plan": save,
+        "torch.distributed.checkpoint.filesystem.FileSystemReader.prepare_local_plan": load,
+        "amplab.amp.run_state.shard_writer.checksum": save,
     }
     for stopped, call in calls.items():
-        stop = mock.patch(f"torch.distributed.checkpoint.{stopped}", side_effect=error("stop"))
+        stop = mock.patch(stopped, side_effect=error("stop"))
         with stop if rank == 1 else nullcontext(), pytest.raises((KeyboardInterrupt, amp.RunStateError)) as info:
             call()
         raised.append(info.type)
@@ -260,6 +293,15 @@ def test_what_does_not_fit_is_refused_on_every_rank(saved):
         assert not exists
 
 
+def test_a_damaged_or_lost_file_is_refused_on_every_rank(saved):
+    for each in saved:
+        messages, unchanged = each["damaged"]
+        assert len(messages) == 2 * len(DAMAGED)
+        assert unchanged
+        for (name, _), message in messages.items():
+            assert name in message
+
+
 @pytest.mark.parametrize("what", OTHERS)
 def test_a_folder_with_something_else_is_not_replaced(saved, what):
     for each in saved:
@@ -278,7 +320,7 @@ def test_a_save_keeps_the_folder_of_an_interrupted_rename_until_its_own_is_in_pl
 
 def test_an_interrupt_or_an_error_within_torch_is_raised_as_such_and_the_saved_run_stays(saved):
     for each in saved:
-        assert each["stopped"] == [([KeyboardInterrupt] * 2, 1), ([amp.RunStateError] * 2, 1)]
+        assert each["stopped"] == [([KeyboardInterrupt] * 3, 1), ([amp.RunStateError] * 3, 1)]
 
 
 @pytest.mark.usefixtures("saved")
