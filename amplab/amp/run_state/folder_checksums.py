@@ -21,10 +21,9 @@ _BLOCK = 2**20  # bytes
 def checksum(file: Path) -> int:
     """Return the CRC-32 of the bytes of a file, which is read in blocks."""
     value = 0
-    block = memoryview(bytearray(_BLOCK))
     with file.open("rb", buffering=0) as opened:
-        while length := opened.readinto(block):
-            value = zlib.crc32(block[:length], value)
+        while block := opened.read(_BLOCK):
+            value = zlib.crc32(block, value)
     return value
 
 
