@@ -186,12 +186,14 @@ class _Side:
 
     def step_in_range(self, batch: Any, seed: int) -> TrialStep:
         """Train one step; repeat it with a smaller scale if the loss is finite and the gradients overflowed."""
+        scale = math.inf
         while True:
             buffers = [(buffer, buffer.clone()) for buffer in self.trial.model.buffers()]
             seed_all(seed)
             outcome = self._step(_copied(batch, "batch"))
-            if not (outcome.skipped and math.isfinite(outcome.loss) and outcome.loss_scale > 1):
+            if not (outcome.found_inf and math.isfinite(outcome.loss) and 1 < outcome.loss_scale < scale):
                 return outcome
+            scale = outcome.loss_scale
             self.scale_cuts += 1
             for buffer, value in buffers:  # so that BatchNorm counts the batch once
                 write_value(buffer, value)
@@ -200,7 +202,13 @@ class _Side:
         self.seen = {}
         self._scale = self.trial.loss_scale
         self.trial.backward(batch)
-        for name, grad in self.trial.gradients().items():
+        gradients = self.trial.gradients()
+        if not gradients:
+            raise ValueError(
+                "the loss depends on no parameter of the model: each side trains a copy, so loss= and step= take "
+                "what they are called with, as in step=lambda model, batch: criterion(model(batch))."
+            )
+        for name, grad in gradients.items():
             self.seen["weight grad", name] = grad.detach().clone()
         return self.trial.finish()
 

@@ -312,3 +312,21 @@ def test_a_large_error_is_never_said_to_be_no_ulps():
     tiny = torch.full((100,), 1e-9)
     row = TwinRow(0, "body", "output grad", "float16", twin_error(tiny, tiny.half()))
     assert "relative error 100 %, too small for float16" in str(row)
+
+
+@pytest.mark.parametrize("way", ["loss", "step", "detached"])
+def test_a_loss_that_does_not_reach_the_copy_is_refused(way):
+    """Such a step is skipped at every loss scale."""
+    model, batch = nn.Linear(4, 2), (torch.ones(3, 4), torch.ones(3, 2))
+    head = nn.Linear(2, 2)
+
+    def of_the_original(*_):
+        return nn.functional.mse_loss(model(batch[0]), batch[1])
+
+    given = {
+        "loss": {"loss": of_the_original},
+        "step": {"step": of_the_original},
+        "detached": {"loss": lambda output, target: nn.functional.mse_loss(head(output.detach().float()), target)},
+    }
+    with pytest.raises(ValueError, match="depends on no parameter of the model: each side trains a copy"):
+        twin(model, batch, **given[way])

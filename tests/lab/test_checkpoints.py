@@ -2,9 +2,11 @@
 
 import os
 import resource
+import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from dataclasses import replace
@@ -247,6 +249,37 @@ def test_a_log_that_is_moved_away_ends_the_checkpoints_and_is_told(tmp_path: Pat
     trainer.stop()
     assert trainer.wait(10)
     assert len(load_run(tmp_path / "elsewhere.jsonl").history) == 6
+
+
+@pytest.mark.skipif(os.name != "posix" or os.geteuid() != 0, reason="changes its user to one that a folder refuses")
+def test_a_folder_that_cannot_be_entered_for_a_while_ends_no_run() -> None:
+    folder = Path(tempfile.mkdtemp())  # outside of pytest's, which another user may not enter
+    folder.chmod(0o755)
+    (folder / "own").mkdir()
+    os.chown(folder / "own", 65534, 65534)
+    code = f"""
+import os, pathlib
+from amplab.lab import ExperimentConfig, Trainer, checkpoints
+own = pathlib.Path({str(folder / "own")!r})
+Trainer(ExperimentConfig(hidden=16)).run(1)
+os.seteuid(65534)
+trainer = Trainer(ExperimentConfig(hidden=16), log=own / "runs")
+trainer.run(3)
+own.chmod(0)
+trainer.run(3)
+(failed,) = trainer.failures
+print(trainer.state, len(trainer.history), failed.text.startswith("checkpoint: cannot"))
+own.chmod(0o755)
+trainer.run(3)
+print(trainer.state, len(trainer.history), trainer.failures[-1].mended)
+trainer.stop()
+trainer.wait()
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=200, check=False)
+    (log,) = (folder / "own" / "runs").glob("*.jsonl")
+    steps = len(load_run(log).history)
+    shutil.rmtree(folder)
+    assert (done.stdout, steps) == ("paused 6 True\npaused 9 True\n", 9), done.stderr
 
 
 def last_step(checkpoint: Path) -> int:
