@@ -27,7 +27,7 @@ from torch.optim import Optimizer
 
 from amplab.amp.run_state.file_format import MissingRunState, RunStateError, read_run_state, write_run_state
 from amplab.amp.run_state.folder_checksums import CHECKSUMS, checksum, mismatch, read_checksums, write_checksums
-from amplab.amp.run_state.paths import short_name
+from amplab.amp.run_state.paths import short_name, target_of
 from amplab.policies.signals import DeferredSignals
 from amplab.scalers import is_sharded
 
@@ -50,7 +50,7 @@ def is_run_folder(path: Path) -> bool:
 
 
 def write_run_folder(path: Path, state: dict[str, Any]) -> None:
-    """Write a state with DTensors. Every rank calls it, each with its own state.
+    """Write a state with DTensors. Every rank calls it, each with its own state. A link stays: its target is written.
 
     Raises:
         RunStateError: a value that a file cannot hold, or shards that cannot be written, on any rank.
@@ -63,6 +63,7 @@ def write_run_folder(path: Path, state: dict[str, Any]) -> None:
 
     from amplab.amp.run_state.shard_writer import ShardWriter
 
+    path = target_of(path)
     partial = path.with_name(f".{short_name(path.name)}.partial")
     first = dist.get_rank() == 0
     file = partial / _name(dist.get_rank())
@@ -194,7 +195,8 @@ def _previous(path: Path) -> Path:
 
 
 def _present(path: Path) -> Path:
-    return path if path.exists() or not _previous(path).exists() else _previous(path)
+    target = target_of(path)
+    return target if target.exists() or not _previous(target).exists() else _previous(target)
 
 
 def _make_folder(path: Path, partial: Path) -> None:

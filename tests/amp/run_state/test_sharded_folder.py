@@ -89,6 +89,7 @@ def saves_and_continues(rank, folder):
     found["others"] = others_folders(folder / "others")
     (folder / "backup").mkdir(exist_ok=True)
     found["backup"] = the_backup_of_a_user(folder / "backup")
+    found["link"] = through_a_link(folder / "linked")
     found["kept"] = position_after_two_failed_renames(rank, folder)
     found["stopped"] = [after_an_error_of_one_rank(rank, folder, error) for error in (KeyboardInterrupt, OSError)]
     return found
@@ -211,6 +212,21 @@ def the_backup_of_a_user(folder):
     return [amp.load_run_state(each, model=model).position for each in (backup, path)]
 
 
+def through_a_link(folder):
+    """Save three times to a link whose target does not exist at first; return what is read and what is there."""
+    model, _, _ = new_run("SGD")
+    link, target = folder / "run", folder / "scratch" / "saved"
+    if dist.get_rank() == 0:
+        target.parent.mkdir(parents=True)
+        link.symlink_to(target)
+    dist.barrier()
+    read = []
+    for position in range(3):
+        amp.save_run_state(link, model=model, position=position)
+        read.append(amp.load_run_state(link, model=model).position)
+    return read, link.is_symlink(), sorted(each.name for each in target.parent.iterdir())
+
+
 def position_after_two_failed_renames(rank, folder):
     """Save 1, end between the two renames of the next save, and fail before the second rename of another one."""
     model, _, _ = new_run("SGD")
@@ -312,6 +328,10 @@ def test_a_folder_with_something_else_is_not_replaced(saved, what):
 
 def test_a_backup_beside_it_stays(saved):
     assert [each["backup"] for each in saved] == [[1, 2], [1, 2]]
+
+
+def test_a_link_stays_and_its_target_is_written(saved):
+    assert [each["link"] for each in saved] == [([0, 1, 2], True, ["saved"])] * 2
 
 
 def test_a_save_keeps_the_folder_of_an_interrupted_rename_until_its_own_is_in_place(saved):
