@@ -4,11 +4,15 @@ import os
 from threading import get_ident
 from typing import Any
 
+from torch._C import _get_dispatch_mode, _TorchDispatchModeKey
 from torch._C._dynamo.guards import set_is_in_mode_without_ignore_compile_internals
 from torch.utils import _python_dispatch
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack, _pop_mode, _push_mode
 
 __all__ = ["DispatchMode", "drop_ended"]
+
+_TRACERS = _TorchDispatchModeKey.FAKE, _TorchDispatchModeKey.PROXY, _TorchDispatchModeKey.FUNCTIONAL
+"""Modes whose tensors have no values: an error in one of their ops may end the process."""
 
 _FLAGS = {
     "old_dispatch_mode_flags": "_is_in_torch_dispatch_mode",
@@ -42,8 +46,8 @@ class DispatchMode(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Run an op that a thread has called."""
-        if self.has_ended:
+        """Run an op that a thread has called; one that a tracer of torch has called, as of torch.export, unseen."""
+        if self.has_ended or any(_get_dispatch_mode(key) is not None for key in _TRACERS):
             return func(*args, **(kwargs or {}))
         return self.run(func, args, kwargs or {})
 

@@ -3,13 +3,16 @@
 import contextlib
 import copy
 import os
+import subprocess
 import sys
 import warnings
 
 import pytest
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.tensor.debug import CommDebugMode
+from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn import functional as F
 from torch.utils._debug_mode import DebugMode
 from torch.utils.data import DataLoader
@@ -345,3 +348,57 @@ def test_workers_of_a_loader_have_no_mode_of_a_look(begins):
             optimizer.step()
     assert len(w.history) == 4
     assert "looked at the gradients of 1 step" in str(w)
+
+
+IN_THE_LOOP = {
+    "fake tensors": lambda model: fake_product(),
+    "make_fx": lambda model: make_fx(lambda x: x.sin() * 2)(torch.ones(3)),
+    "torch.export of another model": lambda model: torch.export.export(nn.Linear(8, 1), (torch.ones(1, 8),)),
+    "torch.export of the model": lambda model: torch.export.export(model, (torch.ones(1, 8),)),
+    "torch.jit.trace": lambda model: torch.jit.trace(nn.Linear(8, 1), torch.ones(1, 8)),
+    "vmap of grad": lambda model: torch.vmap(torch.func.grad(lambda x: x.sin().sum()))(torch.ones(3, 2)),
+}
+
+
+def fake_product():
+    with FakeTensorMode():
+        return torch.empty(3, 3) @ torch.empty(3, 3)
+
+
+TRACES = """
+import sys, warnings
+import test_step_look
+warnings.simplefilter("ignore")
+print(test_step_look.steps_with(*sys.argv[1:]))
+"""
+
+
+def steps_with(what, where):
+    """Watch three steps, with something else of torch before or after each."""
+    model = nn.Linear(8, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    with watch(model, optimizer) as w:
+        for batch in w.batches([torch.ones(2, 8)] * 3):
+            if where == "before":
+                IN_THE_LOOP[what](model)
+            optimizer.zero_grad()
+            w.loss(model(batch).square().mean()).backward()
+            optimizer.step()
+            if where == "after":
+                IN_THE_LOOP[what](model)
+    return len(w.history)
+
+
+@pytest.mark.parametrize(
+    ("what", "where"), [*((what, "before") for what in IN_THE_LOOP), ("torch.export of the model", "after")]
+)
+def test_tracers_of_torch_work_in_a_watched_loop(what, where):
+    """An error in an op of a tracer ends the process."""
+    done = subprocess.run(
+        [sys.executable, "-c", TRACES, what, where],
+        cwd=os.path.dirname(__file__),
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert (done.stdout, done.returncode) == ("3\n", 0), done.stderr
