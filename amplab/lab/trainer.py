@@ -777,15 +777,16 @@ class Trainer:
 
     def _bring_back(self, run: KeptRun, *, is_undo: bool = False) -> None:
         """Continue a kept run in place of the present one."""
-        if run.experiment is None or not self._kept.can_continue(run):
+        experiment = run.experiment
+        if experiment is None or not self._kept.can_continue(run):
             return  # dropped since it was asked for
+        self._kept.take(run)  # first: keeping the present run may drop the oldest one, or its weights
         previous, replaced = self.config, self._retire()
-        self._kept.take(run)
         if not is_undo:
             self._record_replacing(f"Continued {run.name}", replaced, previous)
         self._retired.take_back(run.store)
         run.store.reopen()
-        self._present(run.name, run.experiment, run.store, previous)
+        self._present(run.name, experiment, run.store, previous)
         self._failure = run.failure
         if run.failure is not None:
             self._publisher.publish(run.failure)

@@ -282,3 +282,38 @@ def test_every_override_of_the_level_is_dropped_in_the_other_levels(trainer: Tra
     for run in trainer.kept.runs:
         if run.config.opt_level in ("O0", "O1"):
             assert all(getattr(run.config, name) is None for name in OVERRIDES)
+
+
+def test_the_oldest_of_as_many_runs_as_are_kept_can_continue(trainer: Trainer) -> None:
+    for number in range(MOST_RUNS):
+        trainer.run(3 + number)
+        trainer.reset()
+        trainer.wait()
+    trainer.run(30)
+    oldest = trainer.kept.runs[0]
+    trainer.continue_from(oldest)
+    assert trainer.wait(10)
+    trainer.run(2)
+    assert (trainer.state, len(trainer.history), trainer.failures) == ("paused", 5, ())
+    assert [len(each.history) for each in trainer.kept.runs] == [*range(4, 3 + MOST_RUNS), 30]
+    trainer.undo()
+    assert trainer.wait(10)
+    assert (trainer.state, len(trainer.history)) == ("paused", 30)
+
+
+@pytest.mark.parametrize("call", ["continue", "undo"])
+def test_a_run_whose_weights_fit_beside_the_present_ones_no_more_continues(monkeypatch, call: str) -> None:
+    trainer = Trainer(SMALL)
+    trainer.run(3)
+    monkeypatch.setattr("amplab.lab.kept_runs.MOST_BYTES", int(1.5 * trainer.memory().total))
+    trainer.reset()
+    trainer.wait()
+    trainer.run(7)
+    if call == "undo":
+        trainer.undo()
+    else:
+        trainer.continue_from(trainer.kept.runs[0])
+    assert trainer.wait(10)
+    trainer.run(2)
+    assert (trainer.state, len(trainer.history), trainer.failures) == ("paused", 5, ())
+    trainer.stop()
