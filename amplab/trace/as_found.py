@@ -29,7 +29,7 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode_stack, _pop_
 from torch.utils.hooks import RemovableHandle
 
 from amplab.amp.apex.before_initialize import hooks_of
-from amplab.policies.casting.function_modes import function_modes, set_function_modes
+from amplab.policies.casting.function_modes import OwnMode, function_modes, set_function_modes
 from amplab.policies.casting.plan import torch_nesting
 from amplab.policies.casting.thread_scopes import AUTOCAST_FLAG, THREAD
 from amplab.policies.signals import DeferredSignals
@@ -243,8 +243,9 @@ class _Found:
                     last_first.callback(undo.run)
 
     def _restore_function_modes(self) -> None:
-        if function_modes() != self._function_modes:
-            set_function_modes(self._function_modes)
+        modes = [mode for mode in self._function_modes if not (isinstance(mode, OwnMode) and mode.withdrawn)]
+        if function_modes() != modes:
+            set_function_modes(modes)
 
     def _restore_torch(self) -> None:
         self._dispatch.restore()

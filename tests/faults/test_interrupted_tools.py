@@ -448,3 +448,17 @@ def test_a_model_that_turns_grad_mode_off_and_fails():
         with contextlib.suppress(ValueError):
             amplab.doctor(model, X, loss=lambda y: y.sum(), **options)
         assert torch.is_grad_enabled()
+
+
+def test_a_step_that_resets_amp_and_raises_leaves_no_casting_mode():
+    model = torch.nn.Linear(8, 4)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    amplab.amp.initialize(model, optimizer, opt_level="O1", verbosity=0)
+
+    def step(_batch):
+        amplab.amp.reset()
+        raise ArithmeticError("on purpose")
+
+    with pytest.raises(ArithmeticError, match="on purpose"):
+        amplab.xray(model, torch.ones(2, 8), step=step)
+    assert _get_current_function_mode_stack() == []
