@@ -147,6 +147,7 @@ class KeptRuns:
         experiment: Experiment,
         *,
         is_compared: bool = False,
+        is_training: bool = False,
         failure: Failed | None = None,
     ) -> KeptRun:
         """Add a run and return it; drop what exceeds the limits."""
@@ -156,6 +157,7 @@ class KeptRuns:
             free = next(each for each in _candidates(name) if each not in taken)
             run = KeptRun(self._numbers, free, config, store, experiment, experiment.memory(), is_compared=is_compared)
             run.failure, run.error = failure, "Training failed." if failure else ""
+            run.is_training = is_training
             self.put(run)
             return run
 
@@ -163,7 +165,8 @@ class KeptRuns:
         """Add a run at its place, None for the end; drop what exceeds the limits."""
         with self._lock:
             self._runs.insert(len(self._runs) if place is None else place, run)
-            for old in self._runs[:-MOST_RUNS]:
+            others = [each for each in self._runs if each is not run]  # which may be the oldest itself
+            for old in others[: max(0, len(self._runs) - MOST_RUNS)]:
                 self._runs.remove(old)
                 old.experiment = None
             shown = [each for each in self._runs if each.is_shown and each is not run]

@@ -844,9 +844,8 @@ class Trainer:
     def _begin_comparison(self, configs: Sequence[ExperimentConfig], steps: int) -> None:
         def begin(config: ExperimentConfig) -> KeptRun:
             name = FIELDS["opt_level"].shown(config.opt_level)
-            run = self._kept.keep(name, config, self._new_store(config), Experiment(config), is_compared=True)
-            run.is_training = True
-            return run
+            store, experiment = self._new_store(config), Experiment(config)
+            return self._kept.keep(name, config, store, experiment, is_compared=True, is_training=True)
 
         def train(run: KeptRun) -> None:
             if run.experiment is not None:

@@ -35,6 +35,6 @@ class Contents(AsyncLargeFileManager):
         """Return whether there is a notebook at `path`, and it is signed."""
         try:
             before = nbformat.read(to_os_path(ApiPath(path), self.root_dir), as_version=4)  # type: ignore[no-untyped-call]
+            return bool(self.notary.check_signature(before))  # type: ignore[no-untyped-call]
         except Exception:  # noqa: BLE001  no file, or none that is a notebook: the save must go on
             return False
-        return bool(self.notary.check_signature(before))  # type: ignore[no-untyped-call]

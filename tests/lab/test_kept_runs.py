@@ -317,3 +317,29 @@ def test_a_run_whose_weights_fit_beside_the_present_ones_no_more_continues(monke
     trainer.run(2)
     assert (trainer.state, len(trainer.history), trainer.failures) == ("paused", 5, ())
     trainer.stop()
+
+
+def test_a_removed_run_comes_back_to_a_list_that_has_filled_up(trainer: Trainer) -> None:
+    for number in range(MOST_RUNS):
+        trainer.run(3 + number)
+        trainer.reset()
+        trainer.wait()
+    first, second, *_ = trainer.kept.runs
+    trainer.kept.remove(first.number)
+    trainer.run(20)
+    trainer.kept.keep("Another", trainer.config, trainer.kept.runs[-1].store, trainer.kept.runs[-1].experiment)
+    trainer.undo()
+    assert trainer.wait(10)
+    assert trainer.kept.runs[0] is first
+    assert trainer.kept.can_continue(first)
+    assert second not in trainer.kept.runs
+    assert len(trainer.kept.runs) == MOST_RUNS
+
+
+def test_levels_are_compared_whose_weights_exceed_what_is_kept(trainer: Trainer, monkeypatch) -> None:
+    monkeypatch.setattr("amplab.lab.kept_runs.MOST_BYTES", trainer.memory().total // 2)
+    trainer.compare(steps=5)
+    assert trainer.wait(60)
+    runs = trainer.kept.runs
+    assert len(runs) > 3
+    assert {len(run.history) for run in runs} == {5}
