@@ -12,6 +12,7 @@ import atexit
 import errno
 import importlib
 import inspect
+import io
 import os
 import select
 import signal
@@ -80,6 +81,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         atexit.register(_end_interrupted_training, interrupted)  # the first one is called last
     with _ended_by_ctrl_c(is_own):  # imports of torch take seconds
         options, unknown = build_parser().parse_known_args(arguments)
+    if is_own and options.command != "run":  # a script decides for itself
+        for stream in (sys.stdout, sys.stderr):
+            if isinstance(stream, io.TextIOWrapper):
+                stream.reconfigure(errors="replace")  # of a terminal that shows ASCII alone
     if unknown:
         return refuse(options, ValueError(unknown_words(options, unknown)))
     run: Callable[[argparse.Namespace], int] = options.run

@@ -132,14 +132,14 @@ def _options(arguments: Sequence[str]) -> list[tuple[str, str]]:
 
 
 _SHORT = {
-    "--ip": "--ServerApp.ip",
+    **dict.fromkeys(("--ip", "--LabApp.ip", "--NotebookApp.ip"), "--ServerApp.ip"),
     "--port": "--ServerApp.port",
     "--port-retries": "--ServerApp.port_retries",
     "--notebook-dir": "--ServerApp.root_dir",
     "--Application.log_level": "--log-level",
     "--LabApp.log_level": "--log-level",
 }
-"""Short names of JupyterLab's settings."""
+"""Other names of JupyterLab's settings."""
 
 
 def _is_loopback(address: str) -> bool:

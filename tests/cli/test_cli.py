@@ -255,6 +255,14 @@ def test_a_run_goes_on_where_the_shell_has_closed_its_streams(tmp_path):
     assert len(load_run(log).history) == 3
 
 
+@pytest.mark.parametrize("words", [["lab", "--list"], ["doctor"]])
+def test_a_terminal_that_shows_ascii_alone_gets_the_rest(words):
+    environment = {**os.environ, "PYTHONIOENCODING": "ascii", "PYTHONUTF8": "0"}
+    run = subprocess.run([sys.executable, "-m", "amplab", *words], capture_output=True, env=environment, check=False)
+    assert (run.returncode, run.stderr) == (0, b"")
+    assert run.stdout.isascii()
+
+
 @pytest.mark.skipif(os.name != "posix", reason="pipes of POSIX")
 @pytest.mark.parametrize("words", [["lab", "--list"], ["doctor"]])
 def test_a_reader_that_has_closed_the_output_ends_a_command_quietly(words):

@@ -117,7 +117,18 @@ def test_impossible_port_is_said(lessons: Path, port: int) -> None:
         plan_launch(lessons / "00_the_lab.ipynb", port=port)
 
 
-@pytest.mark.parametrize("words", [["--ip=0.0.0.0"], ["--ip", "0.0.0.0"], ["--ServerApp.ip=*"], ["--ip="], ["--ip=::"]])
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["--ip=0.0.0.0"],
+        ["--ip", "0.0.0.0"],
+        ["--ServerApp.ip=*"],
+        ["--LabApp.ip=0.0.0.0"],
+        ["--NotebookApp.ip=0.0.0.0"],
+        ["--ip="],
+        ["--ip=::"],
+    ],
+)
 def test_an_address_that_other_machines_reach_is_warned_of_in_one_sentence(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], words: list[str]
 ) -> None:
