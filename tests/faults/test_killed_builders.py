@@ -9,6 +9,7 @@ import random
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from pathlib import Path
@@ -62,6 +63,7 @@ def kill_one(folder):
 
 def test_a_killed_builder_is_said_to_be_killed(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))  # where a build of a user without a home may be
     monkeypatch.setenv("AMPLAB_KERNELS", "require")
     killer = threading.Thread(target=kill_one, args=(tmp_path,))
     killer.start()
