@@ -2,6 +2,7 @@
 
 import contextlib
 import copy
+import subprocess
 import sys
 import threading
 import time
@@ -14,7 +15,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 import amplab
 from amplab import amp, optimizers
-from amplab.trace import trace_step
+from amplab.trace import optimizer_hooks, trace_step
 from amplab.trace.as_found import Undo
 from amplab.trace.optimizer_hooks import observe_steps
 from amplab.trace.optimizer_states import unchanged_optimizers
@@ -269,13 +270,23 @@ def test_a_watched_loop_does_not_see_the_steps_of_other_threads():
     assert seen == [optimizer]
 
 
-def test_the_hook_is_off_afterwards_also_after_an_exception():
-    from torch.optim import optimizer as module
-
-    count = len(module._global_optimizer_pre_hooks)
-    inside = []
+def test_the_observer_is_gone_afterwards_also_after_an_exception():
+    observers = optimizer_hooks._OBSERVERS.before
+    before, inside = list(observers), []
     with contextlib.suppress(KeyError), unchanged_optimizers():
-        inside.append(len(module._global_optimizer_pre_hooks))
+        inside.append(len(observers))
         raise KeyError
-    assert inside == [count + 1]
-    assert len(module._global_optimizer_pre_hooks) == count
+    assert inside == [len(before) + 1]
+    assert observers == before
+
+
+def test_a_process_of_one_thread_keeps_no_hook():
+    code = """
+from torch.optim import optimizer as module
+from amplab.trace.optimizer_states import unchanged_optimizers
+with unchanged_optimizers():
+    print(len(module._global_optimizer_pre_hooks), len(module._global_optimizer_post_hooks))
+print(len(module._global_optimizer_pre_hooks), len(module._global_optimizer_post_hooks))
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout == "1 1\n0 0\n"
