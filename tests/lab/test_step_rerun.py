@@ -140,6 +140,22 @@ class Graph(nn.Module):
         return self.layer(torch.matmul(self.adjacency, inputs))
 
 
+def overflowing(model, steps):
+    """Watch steps that all overflow, and can run again."""
+    optimizer, scaler = torch.optim.SGD(model.parameters(), lr=0.01), amplab.GradScaler("cpu", init_scale=2.0**126)
+
+    def step(batch):
+        return model(batch).square().mean() * 1e4
+
+    with amplab.watch(model, optimizer, scaler=scaler, step=step) as w:
+        for batch in w.batches([torch.full((3, 4), 1e4)] * steps):
+            optimizer.zero_grad()
+            scaler.scale(step(batch)).backward()
+            scaler.step(optimizer)
+            scaler.update()
+    return w
+
+
 ADJACENCIES = {"sparse": lambda: torch.eye(3).to_sparse(), "expanded": lambda: torch.ones(3, 1).expand(3, 3)}
 BATCH = torch.ones(3, 4), torch.ones(3, 4)
 TOOLS = {
@@ -166,17 +182,7 @@ def test_tools_run_a_model_over_a_graph_and_leave_it_as_it_was(kind, tool):
 @pytest.mark.parametrize("kind", ADJACENCIES)
 def test_a_skipped_step_of_a_model_over_a_graph_is_explained(kind):
     model = Graph(ADJACENCIES[kind]())
-    optimizer, scaler = torch.optim.SGD(model.parameters(), lr=0.01), amplab.GradScaler("cpu", init_scale=2.0**126)
-
-    def step(batch):
-        return model(batch).square().mean() * 1e4
-
-    with amplab.watch(model, optimizer, scaler=scaler, step=step) as w:
-        for batch in w.batches([torch.full((3, 4), 1e4)] * 2):
-            optimizer.zero_grad()
-            scaler.scale(step(batch)).backward()
-            scaler.step(optimizer)
-            scaler.update()
+    w = overflowing(model, steps=2)
     assert (w.history.skip_count, w.failures, sorted(w.history.explanations)) == (2, (), [0, 1])
     assert model.calls.item() == 2
 
@@ -208,17 +214,7 @@ class Resizes(nn.Module):
 @pytest.mark.parametrize("way", ["resized", "data", "replaced", "added"])
 def test_a_loop_goes_on_whose_forward_changes_what_buffers_are(way):
     model = Resizes(way)
-    optimizer, scaler = torch.optim.SGD(model.parameters(), lr=0.01), amplab.GradScaler("cpu", init_scale=2.0**126)
-
-    def step(batch):
-        return model(batch).square().mean() * 1e4
-
-    with amplab.watch(model, optimizer, scaler=scaler, step=step) as w:
-        for batch in w.batches([torch.full((3, 4), 1e4)] * 4):
-            optimizer.zero_grad()
-            scaler.scale(step(batch)).backward()
-            scaler.step(optimizer)
-            scaler.update()
+    w = overflowing(model, steps=4)
     assert (w.history.skip_count, model.calls.item()) == (4, 4)
     assert sorted(w.history.explanations) == [0, 1, 2, 3]
     assert ["added or removed buffers" in each for each in w.failures] == [True] * (way == "added")
