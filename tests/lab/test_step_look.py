@@ -21,6 +21,7 @@ from torch.utils.flop_counter import FlopCounterMode
 import amplab
 from amplab import amp
 from amplab.lab import step_look, watch
+from amplab.trace import optimizer_hooks
 
 STEPS = 8
 
@@ -225,9 +226,8 @@ def test_nothing_stays_on_however_the_loop_ends(ends):
     assert torch.overrides._get_current_function_mode_stack() == []
     assert not any(each._post_accumulate_grad_hooks for each in loop.model.parameters())
     assert not any(each._forward_hooks or each._forward_pre_hooks for each in loop.model.modules())
-    optimizers = sys.modules["torch.optim.optimizer"]
-    assert not optimizers._global_optimizer_pre_hooks
-    assert not optimizers._global_optimizer_post_hooks
+    assert not optimizer_hooks._OBSERVERS.before
+    assert not optimizer_hooks._OBSERVERS.after
 
 
 def test_an_autocast_region_around_the_whole_body_does_no_harm():
