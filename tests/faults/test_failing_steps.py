@@ -11,13 +11,13 @@ import torch
 from failures import compiled, failing, place
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.optim import optimizer as optimizers
 from torch.overrides import _get_current_function_mode_stack
 from torch.utils.data import DataLoader, Dataset
 
 import amplab
 from amplab import amp
 from amplab.policies import CastingEngine, casts_enabled, cpu_half_mode, thread_engines
+from amplab.trace import optimizer_hooks
 
 pytestmark = pytest.mark.filterwarnings("ignore:amplab.watch")  # a watch that fails says so, and the loop goes on
 
@@ -313,7 +313,7 @@ def ambient():
         "half": cpu_half_mode(),
         "gradients": torch.is_grad_enabled(),
         "inference": torch.is_inference_mode_enabled(),
-        "global hooks": len(optimizers._global_optimizer_pre_hooks) + len(optimizers._global_optimizer_post_hooks),
+        "observers of steps": len(optimizer_hooks._OBSERVERS.before) + len(optimizer_hooks._OBSERVERS.after),
     }
 
 
