@@ -59,10 +59,10 @@ def test_a_person_compares_runs_and_takes_back_what_she_did(dashboard: Dashboard
     expect(old).to_contain_text("the present run")
 
     # All levels in one click, then which of them keeps masters.
-    root.get_by_label("Steps of each run").fill("30")
+    root.get_by_label("Steps of each run").fill("400")
     dashboard.press("Run all levels")
     expect(root.get_by_role("button", name="Stop")).to_be_visible()
-    expect(root.locator("tr[data-run='autocast bf16']").locator("td").nth(4)).to_have_text("30")
+    expect(root.locator("tr[data-run='autocast bf16']").locator("td").nth(4)).to_have_text("400")
     root.get_by_role("radio", name="Memory").click()
     for level, masters in (("O0", "0 B"), ("O2", "104 kB")):
         expect(root.locator(f".amp-runs:not([hidden]) tr[data-run='{level}'] td").nth(2)).to_have_text(masters)
