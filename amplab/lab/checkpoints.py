@@ -154,7 +154,7 @@ class Checkpoints:
 
     def _replace(self, experiment: Experiment) -> None:
         with _guard:
-            if self._step < 0 and self.path.exists() and not _is_of_the_lab(self.path):
+            if self._step < 0 and self.path.exists() and not _is_checkpoint(self.path):
                 raise FileExistsError("the file there is none of the lab's, and stays as it is; move it elsewhere")
             _hold(self.log)
             experiment.save(self.path, {"log_bytes": self.log.stat().st_size, "saved": datetime.now().isoformat()})
@@ -242,7 +242,7 @@ def _newest_first(folder: Path, pattern: str) -> Iterator[Path]:
     yield from (path for _, path in sorted(dated, reverse=True))
 
 
-def _is_of_the_lab(path: Path) -> bool:
+def _is_checkpoint(path: Path) -> bool:
     """Return whether a file is a checkpoint of the lab's; other programs give their files the same ending."""
     try:
         read_saved(path)
@@ -259,7 +259,7 @@ def _prune(folder: Path, present: Path) -> None:
     remove_partials(folder, f"*{SUFFIX}")
     beside_logs = [path for path in _newest_first(folder, f"*{SUFFIX}") if path.with_suffix(".jsonl").is_file()]
     for path in beside_logs[KEPT:]:
-        if path != present and _is_of_the_lab(path):  # a clock that was ahead has dated others later
+        if path != present and _is_checkpoint(path):  # a clock that was ahead has dated others later
             with suppress(OSError):
                 path.unlink()
     for log in [log for log in _held if not os.path.exists(log.with_suffix(SUFFIX))]:

@@ -31,7 +31,7 @@ def kept(
         stateful: other objects with state_dict and load_state_dict.
     """
     saved = [OptimizerState.of(optimizer) for optimizer in optimizers]
-    grads = [(copy.tensor, copy.tensor.grad) for state in saved for copy in state.stepped]
+    grads = [(each.tensor, each.tensor.grad) for state in saved for each in state.stepped]
     scalers = [(each, each.state) for each in scaler.scalers] if isinstance(scaler, Session) else []
     others = [*stateful, *([scaler] if isinstance(scaler, torch.amp.GradScaler) else [])]
     states = [(each, copy.deepcopy(each.state_dict())) for each in others]
