@@ -57,6 +57,7 @@ EVERY_SECONDS = 5.0
 """Seconds from one checkpoint to the next, at least."""
 
 _SHARE = 0.01
+_CLOCKS_DIFFER = 60.0  # seconds; of this machine and of one that serves its files
 
 _guard = threading.Lock()
 _held: dict[Path, int] = {}  # the logs that this process has locked
@@ -223,7 +224,7 @@ def last_checkpoint(folder: Path) -> Checkpoint | None:
     for path in _newest_first(folder, f"*{SUFFIX}"):
         try:
             if time.time() - path.stat().st_mtime > LONGEST_AGO:
-                return None
+                continue
             log = path.with_suffix(".jsonl")
             if not log.is_file() or is_held(log):  # on Windows a run in another kernel is offered, too
                 continue
@@ -235,10 +236,12 @@ def last_checkpoint(folder: Path) -> Checkpoint | None:
 
 
 def _newest_first(folder: Path, pattern: str) -> Iterator[Path]:
-    dated = []
+    """Yield the files, those that a clock which was ahead has dated later than now at the end."""
+    dated, latest = [], time.time() + _CLOCKS_DIFFER
     for path in folder.glob(pattern):
         with DeferredSignals(), suppress(OSError):  # removed meanwhile
-            dated.append((path.stat().st_mtime, path))
+            changed = path.stat().st_mtime
+            dated.append(((changed <= latest, changed), path))
     yield from (path for _, path in sorted(dated, reverse=True))
 
 

@@ -16,7 +16,6 @@ learns the outcome of a step, `gradient_measure` measures gradients, `idle_optim
 from __future__ import annotations
 
 import math
-import re
 import sys
 import time
 import warnings
@@ -27,6 +26,7 @@ from dataclasses import replace
 from functools import partial
 from os import PathLike
 from textwrap import shorten
+from threading import get_ident
 from types import ModuleType
 from typing import Any, NamedTuple, TypeVar
 
@@ -37,6 +37,7 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from amplab.amp import ScaleRecord, Session, master_params
+from amplab.amp.run_state.paths import given_path
 from amplab.diagnose import Findings, Observation, finding_of, run_findings
 from amplab.diagnose.catalogue import finding
 from amplab.diagnose.remedies.api_styles import Api, ApiStyle
@@ -82,7 +83,6 @@ __all__ = ["Watch", "check_options", "watch"]
 T = TypeVar("T")
 _LARGEST_EVERY = 16  # steps; near enough for a replay to know the steps between, and under 1 % of a small step
 _SETTLED = 5  # skips in a row: fewer may be a scale that settles, so the fifth is a kind of its own
-_ADDRESS = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+://")
 _SKIPS_BEFORE_CHECK = 5  # skips in a row after which `StepCheck` looks at the next step, if steps cannot run again
 
 
@@ -149,6 +149,8 @@ class Watch:
         self._ranks = RankWatch(model, optimizers, self._store, api=api, wrappers=around, fail=self._fail)
         self._batch_size: int | None = None
         self._has_batches = False  # in the body of `batches`, which tells when a step begins
+        self._thread = get_ident()  # of the loop
+        self._reads_ahead = False
         self._needs_other_ranks = False  # no step can run again on this rank alone
         self._subscribers: list[Callable[[StepRecord], object]] = []
         self._ends: list[Callable[[], None]] = []
@@ -189,6 +191,7 @@ class Watch:
             raise RuntimeError("this watch is in use: expected a new amplab.watch(...) for each `with` block.")
         THREAD.own.drop_ended()  # what another thread has ended
         self._began, self._is_open, self._handled = time.perf_counter_ns(), True, sys.exception()
+        self._thread = get_ident()
         try:
             self._ends.append(self._hooks.end)
             self._rerun.begin()
@@ -252,25 +255,44 @@ class Watch:
     def batches(self, loader: Iterable[T]) -> Iterator[T]:
         """Yield the batches of a loader; keep those of a step until it is over, to run it again if it is skipped.
 
+        Read it in the thread that has begun the watch. Another thread, such as one that reads ahead, gets the batches
+        and nothing more: steps are recorded, and not explained.
+
         Sync: none.
         """
         if not isinstance(loader, Iterable):
             raise TypeError(f"batches({type(loader).__name__}): expected an iterable of batches, such as a loader.")
-        self._has_batches = True
-        self._choose_forward_hook()
         try:
             for batch in loader:
-                self._at_forward()  # the step before is over
-                self._rerun.remember(batch)
-                if self._steps == 0:
-                    self._batch_size = samples_in(batch)
-                self._look.batch_begins(batch)
+                self._batch_begins(batch)
                 yield batch
-                self._look.batch_ends()
+                self._batch_ends()
         finally:
-            self._look.batch_ends()
+            self._batch_ends()
             self._has_batches = False
             self._choose_forward_hook()
+
+    def _batch_begins(self, batch: Any) -> None:
+        """A step begins, unless the batches are read in another thread than the loop's: it knows nothing of steps."""
+        self._has_batches = get_ident() == self._thread
+        self._choose_forward_hook()
+        if self._has_batches:
+            self._at_forward()  # the step before is over
+            self._rerun.remember(batch)
+            if self._steps == 0:
+                self._batch_size = samples_in(batch)
+            self._look.batch_begins(batch)
+        elif not self._reads_ahead:
+            self._reads_ahead = True
+            self._fail(
+                "w.batches(loader) is read in another thread than the one that began the watch, so that skipped steps "
+                "are not explained and the values of ops are not looked at. Read it in the loop, and let the other "
+                "thread read the loader: for batch in w.batches(read_ahead(loader))."
+            )
+
+    def _batch_ends(self) -> None:
+        if get_ident() == self._thread:
+            self._look.batch_ends()
 
     def loss(self, value: Tensor) -> Tensor:
         """Record the loss of this step, before it is scaled, and return it. Sync: none.
@@ -775,7 +797,7 @@ def check_options(*, log: Any, every: Any, tensorboard: Any) -> None:
         check_writable(log, "log=", "Leave log= out to watch without a log.")
     if tensorboard is not None and not isinstance(tensorboard, str | PathLike):
         raise TypeError(f"tensorboard={tensorboard!r}: expected a folder, or None for no scalars.")
-    if isinstance(tensorboard, str) and _ADDRESS.match(tensorboard):  # would be a local folder of the name "s3:"
-        raise ValueError(f"tensorboard={tensorboard!r}: expected a local folder, not an address; copy it there later.")
+    if tensorboard is not None:
+        given_path(tensorboard, "tensorboard")
     if isinstance(every, bool) or not isinstance(every, int) or every < 1:
         raise ValueError(f"every={every!r}: expected a whole number of steps > 0, such as 50.")

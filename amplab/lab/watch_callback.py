@@ -64,11 +64,11 @@ class WatchCallback:
             raise TypeError(
                 "optimizer=None: expected a torch.optim.Optimizer; the trainer called on_train_begin without one."
             )
-        inner, scaler = (vars(optimizer).get(name) for name in ("optimizer", "scaler"))
+        scaler = vars(optimizer).get("scaler")  # of Accelerate's wrapper
         for before in (self.watch, _last.pop(model, lambda: None)()):
             if before is not None:
                 before.__exit__(None, None, None)
-        self.watch = watch(model, inner or optimizer, scaler=scaler, **self._options)
+        self.watch = watch(model, optimizer, scaler=scaler, **self._options)
         _last[model] = ref(self.watch)
         self.watch.begin_without_block()
 

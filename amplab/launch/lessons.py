@@ -159,8 +159,9 @@ def copy_lessons(shipped: Path, folder: Path, *, renew: bool = False) -> Working
                 lesson, copy = shipped / name, folder / name
                 copy.parent.mkdir(exist_ok=True)
                 if renew and copy.exists() and not _equal(lesson, copy):
-                    moved.append((name, copy.rename(_free_name(copy)).name))
-                if not os.path.lexists(copy):  # a link stays, also one whose target is not there now
+                    moved.append((name, _write_new(lesson, copy, aside=_free_name(copy)).name))
+                    written.append(name)
+                elif not os.path.lexists(copy):  # a link stays, also one whose target is not there now
                     _write_new(lesson, copy)
                     written.append(name)
     except OSError as error:
@@ -186,16 +187,28 @@ def _equal(lesson: Path, copy: Path) -> bool:
     return copy.is_file() and filecmp.cmp(lesson, copy, shallow=False)
 
 
-def _write_new(lesson: Path, copy: Path) -> None:
-    """Copy the content whole or not at all, and never another file's permissions: an installation may be read-only."""
-    partial = copy.with_name(f".{copy.name}.{os.getpid()}.partial")
+def _write_new(lesson: Path, copy: Path, aside: Path | None = None) -> Path:
+    """Copy the content whole or not at all, and never another file's permissions: an installation may be read-only.
+
+    Args:
+        lesson, copy: from where, and to where.
+        aside: the name that the present copy gets, once the new one is on the disk.
+
+    Returns:
+        `aside`, or `copy` without it.
+    """
+    partial = copy.with_name(f".{copy.name}.partial")
+    partial.unlink(missing_ok=True)  # of a process that was killed; this one has the lock of the folder
     try:
-        with lesson.open("rb") as source, partial.open("wb") as target:
+        with lesson.open("rb") as source, partial.open("xb") as target:  # never through a link that another has put
             shutil.copyfileobj(source, target)
+        if aside is not None:
+            copy.rename(aside)
         partial.rename(copy)
     except BaseException:
         partial.unlink(missing_ok=True)
         raise
+    return aside or copy
 
 
 def _free_name(copy: Path) -> Path:

@@ -340,16 +340,28 @@ def scaler_in_use(scaler: Any) -> Scaler | None:
 def optimizers_of(optimizer: Any) -> list[Optimizer]:
     """Return `optimizer`, one or several or None, as a list.
 
+    Of a wrapper that passes on to an optimizer, such as Accelerate's, the list has the optimizer.
+
     Raises:
         TypeError: another type.
     """
     given = [] if optimizer is None else [optimizer] if isinstance(optimizer, Optimizer) else optimizer
-    found = list(given) if isinstance(given, Iterable) else None
+    found = [_unwrapped(each) for each in given] if isinstance(given, Iterable) else None
     if found is not None and all(isinstance(each, Optimizer) for each in found):
         return found
     kinds = f" of {', '.join(dict.fromkeys(type(each).__name__ for each in found))}" if found else ""
     given_as = repr(optimizer) if isinstance(optimizer, str) else f"{type(optimizer).__name__}{kinds}"
     raise TypeError(f"optimizer={given_as}: expected a torch.optim.Optimizer, or a list of them.")
+
+
+def _unwrapped(optimizer: Any) -> Any:
+    """Return the optimizer in a wrapper that is of its type but has no hooks, since it does not call `__init__`."""
+    while isinstance(optimizer, Optimizer) and "_optimizer_step_pre_hooks" not in vars(optimizer):
+        inner = getattr(optimizer, "optimizer", None)
+        if inner is None:
+            break
+        optimizer = inner
+    return optimizer
 
 
 def check_loss_function(loss: Any) -> None:

@@ -444,3 +444,17 @@ def test_a_run_for_whose_log_there_is_no_space_leaves_no_file(tmp_path: Path):
     _, status = os.waitpid(child, 0)
     assert os.waitstatus_to_exitcode(status) == 0
     assert sorted(tmp_path.iterdir()) == files
+
+
+def test_a_run_dated_by_a_clock_that_was_ahead_is_offered_after_the_others(tmp_path: Path) -> None:
+    for steps in (3, 5):
+        trainer = Trainer(SMALL, log=tmp_path / f"{steps}.jsonl")
+        trainer.run(steps)
+        trainer.stop()
+        assert trainer.wait(10)
+    for log in list(checkpoints._held):
+        os.close(checkpoints._held.pop(log))  # as when their kernel ends
+    os.utime(tmp_path / "3.checkpoint", (time.time() + 7200, time.time() + 7200))
+    assert last_checkpoint(tmp_path).step == 5
+    (tmp_path / "5.checkpoint").unlink()
+    assert last_checkpoint(tmp_path).step == 3

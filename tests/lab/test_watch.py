@@ -3,9 +3,11 @@
 import copy
 import gc
 import io
+import itertools
 import json
 import math
 import os
+import queue
 import shutil
 import signal
 import threading
@@ -607,3 +609,38 @@ def test_parameters_have_the_names_of_the_model():
             scaler.step(optimizer)
             scaler.update()
     assert [each.first_nonfinite for each in w.history.records()] == ["4.bias", "4.bias"]
+
+
+def read_ahead(batches):
+    """Batches that another thread reads, two ahead of the loop."""
+    read, end = queue.Queue(2), object()
+
+    def read_all():
+        for batch in batches:
+            read.put(batch)
+        read.put(end)
+
+    reader = threading.Thread(target=read_all, daemon=True)
+    reader.start()
+    yield from iter(read.get, end)
+    reader.join()
+
+
+@pytest.mark.parametrize("peeks", [False, True], ids=["read by a thread", "begun by the loop"])
+@pytest.mark.filterwarnings("ignore:amplab.watch")
+def test_batches_that_another_thread_reads_ahead_record_every_step_and_leave_nothing(peeks):
+    for _ in range(20):
+        model, optimizer = make()
+        scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10)
+        with watch(model, optimizer, scaler=scaler, loss=F.cross_entropy) as w:
+            batches = iter(w.batches(BATCHES[:6]))
+            first = [next(batches)] if peeks else []
+            for x, y in itertools.chain(first, read_ahead(batches)):
+                optimizer.zero_grad()
+                scaler.scale(w.loss(F.cross_entropy(model(x), y))).backward()
+                scaler.step(optimizer)
+                scaler.update()
+        assert [record.step for record in w.history.records()] == list(range(6))
+        assert _get_current_dispatch_mode_stack() == []
+        assert not any(each._backward_hooks for each in model.parameters())
+        assert [text.split(" is read in another thread")[0] for text in w.failures] == ["w.batches(loader)"]

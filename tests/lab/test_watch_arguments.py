@@ -24,6 +24,7 @@ def loop():
         ({"log": 3}, TypeError, "log=3:"),
         ({"tensorboard": 3}, TypeError, "tensorboard=3:"),
         ({"tensorboard": "s3://bucket/x"}, ValueError, "tensorboard='s3://bucket/x':"),
+        ({"log": "s3://bucket/x"}, ValueError, "log='s3://bucket/x':"),
     ],
 )
 def test_options_of_both(options, error, words):
@@ -58,6 +59,29 @@ def test_a_scripted_model_takes_no_hooks():
 def test_a_trainer_that_has_no_optimizer_yet():
     with pytest.raises(TypeError, match="optimizer=None"):
         WatchCallback().on_train_begin(None, None, None, model=nn.ReLU(), optimizer=None)
+
+
+def test_a_wrapper_of_an_optimizer_that_has_no_hooks_of_its_own():
+    class Wrapper(torch.optim.Optimizer):
+        """Passes on to an optimizer, as those of trainers do."""
+
+        def __init__(self, optimizer):
+            self.optimizer = optimizer
+
+        param_groups = property(lambda self: self.optimizer.param_groups)
+        state = property(lambda self: self.optimizer.state)
+
+        def step(self, closure=None):
+            return self.optimizer.step(closure)
+
+    model, inner = loop()
+    optimizer = Wrapper(Wrapper(inner))
+    with watch(model, optimizer) as w:
+        for _ in range(3):
+            w.loss(model(torch.ones(3, 4)).square().sum()).backward()
+            optimizer.step()
+    assert len(w.history) == 3
+    assert w.config.optimizer == "SGD"
 
 
 def test_methods():

@@ -3,6 +3,7 @@
 import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
 import sysconfig
@@ -27,6 +28,11 @@ from amplab.launch import (
 )
 from amplab.launch.lessons import lesson_names, unchanged_lessons
 from amplab.launch.trust import sign_lessons
+
+try:
+    import resource
+except ImportError:  # Windows
+    resource = None
 
 NAMES = ("00_the_lab", "03_loss_scale", "10_formats", "11_kernels")
 
@@ -150,6 +156,35 @@ def test_a_renewed_copy_takes_no_name_of_a_link(shipped: Path, folder: Path) -> 
     link.symlink_to(folder / "absent")
     assert copy_lessons(shipped, folder, renew=True).moved == (("00_the_lab.ipynb", f"00_the_lab-of-{day}-2.ipynb"),)
     assert link.is_symlink()
+
+
+def test_no_copy_is_written_through_a_link_that_someone_has_put_there(shipped: Path, folder: Path) -> None:
+    folder.mkdir()
+    thesis = folder.parent / "thesis.txt"
+    thesis.write_text("my thesis")
+    for name in (f".00_the_lab.ipynb.{os.getpid()}.partial", ".00_the_lab.ipynb.partial"):
+        (folder / name).symlink_to(thesis)
+    copy_lessons(shipped, folder)
+    assert thesis.read_text() == "my thesis"
+    assert (folder / "00_the_lab.ipynb").read_bytes() == (shipped / "00_the_lab.ipynb").read_bytes()
+    assert not (folder / ".00_the_lab.ipynb.partial").is_symlink()
+
+
+@pytest.mark.skipif(resource is None, reason="limits of POSIX")
+def test_a_full_disk_renames_no_lesson_that_it_cannot_renew(shipped: Path, folder: Path) -> None:
+    copy_lessons(shipped, folder)
+    (folder / "00_the_lab.ipynb").write_text("work")
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    ignored = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (10, before[1]))
+    try:
+        with pytest.raises(LaunchError, match="cannot write the working copies"):
+            copy_lessons(shipped, folder, renew=True)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+        signal.signal(signal.SIGXFSZ, ignored)
+    assert sorted(each.name for each in folder.iterdir()) == [f"{name}.ipynb" for name in NAMES]
+    assert (folder / "00_the_lab.ipynb").read_text() == "work"
 
 
 def test_a_renewed_copy_keeps_the_work_under_another_name(shipped: Path, folder: Path) -> None:

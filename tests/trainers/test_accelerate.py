@@ -129,3 +129,24 @@ def test_the_loop_of_the_page(page, classifier, batches):
     losses = [page("Accelerate").train(classifier, optimizer, batches, accelerator, scaler) for _ in range(2)]
     assert losses[1] < losses[0]
     assert scaler.get_scale() == 2.0**16
+
+
+def test_a_watch_and_the_doctor_take_accelerates_optimizer(classifier, batches):
+    scaler = amplab.GradScaler("cpu", init_scale=2.0**10)
+    accelerator = accelerator_with(scaler)
+    optimizer = torch.optim.AdamW(classifier.parameters(), lr=0.01)
+    model, optimizer, batches = accelerator.prepare(classifier, optimizer, batches)
+
+    def train_step(x, y):
+        optimizer.zero_grad()
+        with amplab.autocast("cpu", torch.float16):
+            loss = F.cross_entropy(model(x), y)
+        accelerator.backward(loss)
+        optimizer.step()
+        return loss
+
+    with amplab.watch(model, optimizer, scaler=scaler) as w:
+        steps = sum(train_step(*batch) is not None for batch in w.batches(batches))
+    assert len(w.history) == steps > 1
+    found = amplab.doctor(model, next(iter(batches)), optimizer=optimizer, train_step=train_step)
+    assert any("step" in each for each in found.looked_at)

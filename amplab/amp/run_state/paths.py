@@ -7,6 +7,7 @@ have are refused in words, since the errors of the system name neither the argum
 import errno
 import hashlib
 import os
+import re
 import stat
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from amplab.policies.signals import deferring_signals
 
 __all__ = ["given_path", "short_name", "special_kind", "target_of"]
 
+_ADDRESS = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+://")
 _REFUSED = {
     errno.ENAMETOOLONG: "a name in it, or the whole path, is too long for this system; give a shorter one, of at most "
     "255 bytes for each name",
@@ -39,8 +41,8 @@ def given_path(path: Any, argument: str = "path") -> Path:
 
     Raises:
         TypeError: something else than a path.
-        ValueError: an empty path, one with a NUL character, or with ``~`` and a user that does not exist; HOME is a
-            relative path.
+        ValueError: an empty path, an address such as s3://, a path with a NUL character, or with ``~`` and a user that
+            does not exist; HOME is a relative path.
         OSError: a name that is too long, or a link that leads back to itself.
 
     >>> given_path("runs/one.jsonl").as_posix()
@@ -53,6 +55,8 @@ def given_path(path: Any, argument: str = "path") -> Path:
         raise ValueError(f"{argument}='': an empty path; expected a file or a folder. The working folder is '.'.")
     if "\0" in text:
         raise ValueError(f"{argument}={text!r}: no path has a NUL character; remove it.")
+    if _ADDRESS.match(text):  # would be a folder of the name "s3:"
+        raise ValueError(f"{argument}={text!r}: expected a local path, not an address; copy the file there later.")
     home = os.path.expanduser(text)
     if home == text and text.startswith("~") and "/" in text:
         user, _, rest = text.partition("/")

@@ -38,6 +38,7 @@ def test_a_tilde_is_the_home_folder_and_makes_no_folder_of_that_name(home, tmp_p
         (b"run.pt", TypeError, "as a str or a pathlib.Path"),
         ("", ValueError, "an empty path"),
         ("a\0b", ValueError, "NUL character; remove it"),
+        ("gs://bucket/run.pt", ValueError, "expected a local path, not an address"),
         ("~no-such-user/run.pt", ValueError, "expected ~/run.pt"),
         ("n" * 300, OSError, "give a shorter one"),
         ("loop", OSError, "leads back to itself; remove the link"),
