@@ -41,7 +41,7 @@ from amplab.scalers.unscaler import is_sharded
 from amplab.trace import Trace
 from amplab.trace.argument_checks import check_model
 from amplab.trace.as_found import Undo
-from amplab.trace.dispatch_mode import DispatchMode
+from amplab.trace.dispatch_mode import DispatchMode, current_backward, drop_ended
 from amplab.trace.recorder import Recorder
 
 __all__ = ["StepLook"]
@@ -101,6 +101,7 @@ class StepLook:
     def batch_begins(self, batch: Any) -> None:
         """The body of ``w.batches`` begins: between the blocks of the loop. Sync: several in a look."""
         self._has_batches, self._grad_enabled = True, None
+        drop_ended()
         if self._loop is not None and self._loop.is_over:
             self._end_loop()
         self._begin_loop()
@@ -133,6 +134,7 @@ class StepLook:
 
     def see_loss(self, loss: Tensor) -> None:
         """A step's loss, before it is scaled."""
+        drop_ended()  # a look that has ended in the last backward
         if self._loop is None and self._values is None:
             return  # most steps
         with self._guarded():
@@ -176,6 +178,7 @@ class StepLook:
         self.batch_ends()
         if self._loop is not None:
             self._end_loop()
+        drop_ended()
 
     def looked_at(self) -> Iterator[str]:
         """What was examined, and what the loop has to use for the rest."""
@@ -201,13 +204,15 @@ class StepLook:
     def _may_begin(self, *, names_calls: bool = False) -> bool:
         """Whether a look is possible now: the end of a block that the loop is in would end the mode of the look.
 
-        Such blocks take the topmost mode off the stack: that of dispatch modes, or of function modes.
+        Such blocks take the topmost mode off the stack: that of dispatch modes, or of function modes. A backward, whose
+        hook may step an optimizer, restores all modes.
 
         Args:
             names_calls: whether the look has a function mode.
         """
         now = _modes_of_others()
-        return self._is_possible and now[0] == self._around[0] and (not names_calls or now == self._around)
+        is_outside = now[0] == self._around[0] and (not names_calls or now == self._around)
+        return self._is_possible and is_outside and current_backward() < 0
 
     def _end_loop(self) -> None:
         look = self._loop

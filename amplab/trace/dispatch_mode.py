@@ -4,12 +4,16 @@ import os
 from threading import get_ident
 from typing import Any
 
+import torch
 from torch._C import _get_dispatch_mode, _TorchDispatchModeKey
 from torch._C._dynamo.guards import set_is_in_mode_without_ignore_compile_internals
 from torch.utils import _python_dispatch
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack, _pop_mode, _push_mode
 
-__all__ = ["DispatchMode", "drop_ended"]
+__all__ = ["DispatchMode", "current_backward", "drop_ended"]
+
+current_backward = torch._C._current_graph_task_id
+"""Number of the backward whose hook or node calls; -1 outside of one."""
 
 _TRACERS = _TorchDispatchModeKey.FAKE, _TorchDispatchModeKey.PROXY, _TorchDispatchModeKey.FUNCTIONAL
 """Modes whose tensors have no values: an error in one of their ops may end the process."""
@@ -25,9 +29,10 @@ _FLAGS = {
 class DispatchMode(TorchDispatchMode):
     """A dispatch mode that can be entered without importing the compiler, which takes seconds.
 
-    A subclass implements `run`. A mode is entered once; modes may end in any order. Where another thread ends a mode,
-    because it closes the generator in which the mode was entered, the mode runs ops as they are until `drop_ended` in
-    its own thread.
+    A subclass implements `run`. A mode is entered once; modes may end in any order. There are two places where a mode
+    cannot be taken off: another thread, which closes the generator in which the mode was entered, and a hook that a
+    backward calls, since after the hook autograd restores the modes with which the backward began. A mode that ends
+    there runs ops as they are until `drop_ended` in its own thread.
 
     Reference: torch.utils._python_dispatch.TorchDispatchMode.
     """
@@ -36,10 +41,12 @@ class DispatchMode(TorchDispatchMode):
         super().__init__()  # type: ignore[no-untyped-call]  # torch's has no annotations
         self._thread, self.has_ended = get_ident(), False
         self.is_entered = False
+        self._backward = -1  # in which it is entered
 
     def __enter__(self) -> "DispatchMode":
         """Put this mode on top of this thread's stack."""
         self.is_entered = True  # first: an interrupt may follow
+        self._backward = current_backward()
         super().__enter__()  # type: ignore[no-untyped-call]  # torch's has no annotations
         return self
 
@@ -60,7 +67,7 @@ class DispatchMode(TorchDispatchMode):
 
         torch's own takes off the topmost mode.
         """
-        if get_ident() != self._thread:
+        if get_ident() != self._thread or current_backward() not in (-1, self._backward):
             self.has_ended = True
             return
         self.is_entered = False
@@ -91,7 +98,7 @@ class DispatchMode(TorchDispatchMode):
 
 
 def drop_ended() -> None:
-    """Take those modes off this thread's stack that another thread has ended."""
+    """Take those modes off this thread's stack that have ended where they could not be taken off."""
     for mode in _get_current_dispatch_mode_stack():
         if isinstance(mode, DispatchMode) and mode.has_ended:
             mode.__exit__()

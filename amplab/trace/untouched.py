@@ -137,6 +137,10 @@ def before_untouched(callback: Callable[[], object]) -> Callable[[], None]:
     return lambda: callbacks.remove(callback) if callback in callbacks else None
 
 
+_WRAPPERS = "torch.nn.parallel.", "torch.distributed.", "torch._dynamo."
+"""Modules of torch whose first forward sets them up, together with state outside of them."""
+
+
 class _ModuleState(NamedTuple):
     """What one module itself owns: parameters, buffers, child modules, training flag, attributes and hooks."""
 
@@ -157,7 +161,7 @@ class _ModuleState(NamedTuple):
         buffers, children = dict(module._buffers), dict(module._modules)
         tensors = [tensor for tensor in (*parameters.values(), *buffers.values()) if tensor is not None]
         copies = tuple(TensorCopy.of(tensor) for tensor in tensors)
-        attributes = None if type(module).__module__.startswith("torch.") else dict(vars(module))
+        attributes = None if type(module).__module__.startswith(_WRAPPERS) else dict(vars(module))
         generators = restorers((attributes or {}).values())
         own = parameters, buffers, children, copies, attributes, generators
         return cls(module, type(module), module.training, *own, RemovableHandle.next_id)

@@ -381,6 +381,23 @@ def test_a_watch_whose_generator_another_thread_closes_leaves_no_mode(has_batche
     assert (len(another.history), another.failures) == (1, ())
 
 
+@pytest.mark.parametrize("has_batches", [False, True])
+def test_optimizers_that_step_in_a_backward_leave_no_mode_on(has_batches):
+    """After a hook autograd restores the modes with which the backward began."""
+    model, x = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2)), torch.ones(3, 4)
+    optimizers = {each: torch.optim.SGD([each], lr=0.1) for each in model.parameters()}
+    for each, optimizer in optimizers.items():
+        each.register_post_accumulate_grad_hook(lambda _, step=optimizer.step: step())
+    with amplab.watch(model, list(optimizers.values())) as w:
+        for place, _ in enumerate(w.batches(range(4)) if has_batches else range(4)):
+            w.loss(model(x).square().mean()).backward()
+            if place:
+                assert all(mode.has_ended for mode in _get_current_dispatch_mode_stack())
+    assert len(w.history) == 4
+    assert w.failures == ()
+    assert _get_current_dispatch_mode_stack() == []
+
+
 @pytest.fixture
 def limited():
     def limit(*_):

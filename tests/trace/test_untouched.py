@@ -284,6 +284,21 @@ def test_what_a_forward_registers_is_removed(change):
     assert torch.isfinite(model(torch.ones(2))).all()
 
 
+@pytest.mark.filterwarnings("ignore:.*weight_norm.*:FutureWarning")
+@pytest.mark.parametrize("norm", [torch.nn.utils.weight_norm, torch.nn.utils.spectral_norm])
+@pytest.mark.parametrize("level", [None, "O1", "O2"])
+def test_a_loss_with_a_weight_that_a_hook_computes_has_its_backward_after_a_tool(norm, level):
+    """The weight is a plain attribute of a module of torch's."""
+    torch.manual_seed(0)
+    model, x = nn.Sequential(norm(nn.Linear(4, 3)), nn.ReLU()), torch.ones(2, 4)
+    model(x)
+    loss, weight = model(x).square().mean(), model[0].weight
+    expected = torch.autograd.grad(loss + weight.square().sum(), model[0].bias, retain_graph=True)
+    xray(model, x, opt_level=level)
+    assert model[0].weight is weight
+    assert torch.equal(*expected, *torch.autograd.grad(loss + model[0].weight.square().sum(), model[0].bias))
+
+
 CHANGED_PARTS = {
     "added": lambda model: model.append(nn.Tanh()),
     "another": lambda model: model.__setitem__(0, nn.Tanh()),
