@@ -24,12 +24,12 @@ from torch import Tensor, nn
 from amplab.diagnose.observed_step.tensor_summary import Measurements
 from amplab.diagnose.observed_step.values import measured_in, writes_values
 from amplab.formats import LOW_PRECISION_DTYPES
-from amplab.parallel.ranks import this_rank
 from amplab.policies.nested_tensors import map_tensors
 from amplab.trace.argument_checks import check_loss, check_step
 from amplab.trace.as_found import leaves_as_found
 from amplab.trace.dispatch_mode import DispatchMode
 from amplab.trace.engines import clear_cast_caches
+from amplab.trace.stand_ins import stand_ins
 from amplab.trace.untouched import untouched
 
 __all__ = [
@@ -299,34 +299,11 @@ def in_format(model: nn.Module, dtype: torch.dtype) -> Iterator[None]:
     The model's weights of these dtypes are replaced. The block must be inside of `amplab.trace.untouched.untouched`,
     which restores their values.
     """
-    alone = this_rank() is None
-    for tensor in (*(model.parameters() if alone else ()), *model.buffers()):
-        if tensor.dtype in LOW_PRECISION_DTYPES:
-            tensor.data = tensor.data.to(dtype)
-    with nullcontext() if alone else _other_parameters(model, dtype), _OtherFormat(dtype):
+    with stand_ins(model), _OtherFormat(dtype):
+        for tensor in (*model.parameters(), *model.buffers()):
+            if tensor.dtype in LOW_PRECISION_DTYPES:
+                tensor.data = tensor.data.to(dtype)
         yield
-
-
-@contextmanager
-def _other_parameters(model: nn.Module, dtype: torch.dtype) -> Iterator[None]:
-    """Put other parameters in place of those in float16 or bfloat16.
-
-    A change of a parameter's own dtype would remove it from DistributedDataParallel: autograd then makes a new
-    AccumulateGrad node for it, and the hooks of DistributedDataParallel are on the old one.
-    """
-    others: dict[Tensor, nn.Parameter] = {}
-    places: list[tuple[nn.Module, str, nn.Parameter]] = []
-    try:
-        for module in model.modules():
-            for name, old in [*module.named_parameters(recurse=False)]:
-                if old.dtype in LOW_PRECISION_DTYPES:
-                    new = others.setdefault(old, nn.Parameter(old.detach().to(dtype), requires_grad=old.requires_grad))
-                    places.append((module, name, old))
-                    setattr(module, name, new)
-        yield
-    finally:
-        for module, name, old in places:
-            setattr(module, name, old)
 
 
 class _OtherFormat(DispatchMode):

@@ -5,8 +5,8 @@
 
 A checkpoint is written every few seconds and when the run pauses, and takes at most a hundredth of the time. It says
 how long the log was then: a continued run has a new log, which begins with that part of the old one. A folder keeps the
-checkpoints of the last `KEPT` runs. No run is offered while its process lives, even after a reset: a process locks the
-log of each of its runs that has a checkpoint until it ends.
+checkpoints of the last `KEPT` runs, and those of runs that a process has not left. No run is offered while its process
+lives, even after a reset: a process locks the log of each of its runs that has a checkpoint until it ends.
 
 Several ranks have one checkpoint, that of rank 0 (see `run_log.ranks`). When torchrun has started them again, each
 continues its own log from there; the logs as they were are in the folder attempt-0, attempt-1, …
@@ -25,6 +25,7 @@ from datetime import datetime
 from itertools import count
 from pathlib import Path
 from typing import BinaryIO
+from weakref import WeakSet
 
 from amplab.amp.run_state.file_format import RunStateError, remove_partials, write_atomically
 from amplab.lab.config import ExperimentConfig
@@ -61,6 +62,7 @@ _CLOCKS_DIFFER = 60.0  # seconds; of this machine and of one that serves its fil
 
 _guard = threading.Lock()
 _held: dict[Path, int] = {}  # the logs that this process has locked
+_at_work: WeakSet[Checkpoints] = WeakSet()  # of the runs that this process trains
 
 
 @dataclass(frozen=True)
@@ -131,6 +133,8 @@ class Checkpoints:
         self.path = log.with_suffix(SUFFIX)
         self._due = time.monotonic() + EVERY_SECONDS
         self._step = -1  # of the last checkpoint
+        with _guard:
+            _at_work.add(self)
 
     @property
     def is_due(self) -> bool:
@@ -160,7 +164,7 @@ class Checkpoints:
             _hold(self.log)
             experiment.save(self.path, {"log_bytes": self.log.stat().st_size, "saved": datetime.now().isoformat()})
             if self._step < 0:
-                _prune(self.log.parent, self.path)
+                _prune(self.log.parent)
         self._step = experiment.steps_done
 
 
@@ -254,19 +258,28 @@ def _is_checkpoint(path: Path) -> bool:
     return True
 
 
-def _prune(folder: Path, present: Path) -> None:
-    """Remove all checkpoints but the latest and the present one; unlock the logs of runs without one.
+def _prune(folder: Path) -> None:
+    """Remove all checkpoints but the latest; unlock the logs of runs without one.
 
-    Other files stay.
+    Those of the runs that this process trains stay, of whatever date, and those of other processes that live. Other
+    files stay.
     """
     remove_partials(folder, f"*{SUFFIX}")
-    beside_logs = [path for path in _newest_first(folder, f"*{SUFFIX}") if path.with_suffix(".jsonl").is_file()]
-    for path in beside_logs[KEPT:]:
-        if path != present and _is_checkpoint(path):  # a clock that was ahead has dated others later
+    present = {each.path for each in _at_work}
+    for path in [path for path in _newest_first(folder, f"*{SUFFIX}") if _is_ours(path.with_suffix(".jsonl"))][KEPT:]:
+        if path not in present and _is_checkpoint(path):
             with suppress(OSError):
                 path.unlink()
     for log in [log for log in _held if not os.path.exists(log.with_suffix(SUFFIX))]:
         os.close(_held.pop(log))
+
+
+def _is_ours(log: Path) -> bool:
+    """Return whether a log is there, and no other process writes it or keeps it from being read."""
+    try:
+        return log.is_file() and (log in _held or not is_held(log))
+    except OSError:
+        return False
 
 
 def _guard_anew() -> None:

@@ -65,6 +65,10 @@ class RunSaver:
         except (OSError, RuntimeError) as error:
             self._tell(checkpoints.path, error)
 
+    def end(self) -> None:
+        """The run has ended: its checkpoint stays while it is one of the latest."""
+        self._checkpoints = None
+
     def _tell(self, path: Path, error: Exception | None) -> None:
         """Report the first checkpoint of a run that fails, and the first one after it that does not."""
         if error is not None and not self._has_failed:

@@ -774,6 +774,7 @@ class Trainer:
             self._stops -= 1
         self._store.close()
         self._retired.close()
+        self._saver.end()
 
     def _bring_back(self, run: KeptRun, *, is_undo: bool = False) -> None:
         """Continue a kept run in place of the present one."""

@@ -9,6 +9,7 @@ transformers is not imported: its callback handler needs the methods, not the ba
 
 from __future__ import annotations
 
+import atexit
 from os import PathLike
 from typing import Any
 from weakref import WeakKeyDictionary, ref
@@ -24,11 +25,20 @@ _last: WeakKeyDictionary[nn.Module, ref[Watch]] = WeakKeyDictionary()
 """The last watch of each model that a callback has begun. A trainer that is interrupted does not end it."""
 
 
+@atexit.register
+def _end_all() -> None:
+    """Record the last steps; the program ends."""
+    for each in list(_last.values()):
+        if (watch := each()) is not None:
+            watch.__exit__(None, None, None)
+
+
 class WatchCallback:
     """Watch a training run from start to end.
 
-    If the trainer raises, the watch ends when the next run of its model, or of this callback, starts. Since its end is
-    not certain, it looks at no ops: findings about unscaling, clipping and lost updates need a ``with`` block.
+    If the trainer raises, the watch ends when the next run of its model, or of this callback, starts, or the program
+    ends. Since its end is not certain, it looks at no ops: findings about unscaling, clipping and lost updates need a
+    ``with`` block.
 
     Args:
         log, every, tensorboard: see `watch`.

@@ -345,7 +345,8 @@ def optimizers_of(optimizer: Any) -> list[Optimizer]:
     Raises:
         TypeError: another type.
     """
-    given = [] if optimizer is None else [optimizer] if isinstance(optimizer, Optimizer) else optimizer
+    one = _unwrapped(optimizer)
+    given = [] if one is None else [one] if isinstance(one, Optimizer) else one
     found = [_unwrapped(each) for each in given] if isinstance(given, Iterable) else None
     if found is not None and all(isinstance(each, Optimizer) for each in found):
         return found
@@ -355,10 +356,10 @@ def optimizers_of(optimizer: Any) -> list[Optimizer]:
 
 
 def _unwrapped(optimizer: Any) -> Any:
-    """Return the optimizer in a wrapper that is of its type but has no hooks, since it does not call `__init__`."""
-    while isinstance(optimizer, Optimizer) and "_optimizer_step_pre_hooks" not in vars(optimizer):
+    """Return the optimizer in a wrapper, which has no hooks of its own; also if it is one by its type."""
+    while "_optimizer_step_pre_hooks" not in getattr(optimizer, "__dict__", ()):
         inner = getattr(optimizer, "optimizer", None)
-        if inner is None:
+        if not isinstance(inner, Optimizer):
             break
         optimizer = inner
     return optimizer

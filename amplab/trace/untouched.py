@@ -6,8 +6,8 @@ parameters and buffers, the class of each module, its hooks and those of its par
 in the block. Of the plain Python attributes of modules: their bindings, and the states of random generators among them.
 
 Not restored: objects in plain attributes that forward changes in place (a list that grows, the elements of a tensor
-that is not a buffer), anything outside the modules, and a loss scale. Attributes of torch's own modules are not
-touched: they hold no state, or, in wrappers such as DDP and FSDP, what may be set up only once.
+that is not a buffer), anything outside the modules, and a loss scale. Attributes of torch's wrappers, such as DDP and
+FSDP, are not touched: they hold what may be set up only once.
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -88,6 +88,7 @@ def nodes_behind(loss: Tensor) -> Iterator[torch.autograd.graph.Node]:
 
 
 _unseen_by_engines = torch._C.DisableTorchFunction
+_PARAMETRIZE = vars(torch.nn.utils.parametrize)
 
 
 @contextmanager
@@ -109,6 +110,8 @@ def untouched(model: nn.Module) -> Iterator[ParkedGradients]:
         this = object()
         undo.add(partial(MODELS_OF_TOOLS.pop, this, None))
         MODELS_OF_TOOLS[this] = model
+        undo.add(partial(_PARAMETRIZE.update, _cache=torch.nn.utils.parametrize._cache))
+        _PARAMETRIZE.update(_cache={})  # the loop's, of `parametrize.cached()`, has weights that belong to its graph
         with _unseen_by_engines():
             undo.add(gradients.restore)
             states = [_ModuleState.of(module) for module in model.modules()]

@@ -458,3 +458,32 @@ def test_a_run_dated_by_a_clock_that_was_ahead_is_offered_after_the_others(tmp_p
     assert last_checkpoint(tmp_path).step == 5
     (tmp_path / "5.checkpoint").unlink()
     assert last_checkpoint(tmp_path).step == 3
+
+
+def resets(log: Path, number: int) -> None:
+    trainer = Trainer(SMALL, log=log)
+    for _ in range(number):
+        trainer.run(2)
+        trainer.reset()
+    trainer.stop()
+    assert trainer.wait(10)
+
+
+def test_a_paused_run_keeps_its_checkpoint_while_another_one_in_its_process_is_reset(tmp_path: Path) -> None:
+    paused = Trainer(SMALL, log=tmp_path)
+    paused.run(7)
+    resets(tmp_path, KEPT + 2)
+    assert steps_in(paused.log_path.with_suffix(".checkpoint")) == 7
+    paused.stop()
+
+
+@pytest.mark.skipif(os.name != "posix", reason="locks of another system")
+def test_a_paused_run_keeps_its_checkpoint_while_other_processes_reset_theirs(tmp_path: Path) -> None:
+    command = [sys.executable, "-c", RESET, str(tmp_path)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
+        process.stdout.readline()
+        resets(tmp_path, KEPT + 2)
+        process.kill()
+    assert last_checkpoint(tmp_path).step == 5
+    resets(tmp_path, KEPT + 2)
+    assert last_checkpoint(tmp_path) is None  # its process has ended, and there are later runs

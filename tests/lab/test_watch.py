@@ -10,6 +10,8 @@ import os
 import queue
 import shutil
 import signal
+import subprocess
+import sys
 import threading
 import warnings
 import weakref
@@ -609,6 +611,51 @@ def test_parameters_have_the_names_of_the_model():
             scaler.step(optimizer)
             scaler.update()
     assert [each.first_nonfinite for each in w.history.records()] == ["4.bias", "4.bias"]
+
+
+ENDS = """
+import sys, time
+import torch
+import amplab.lab.run_log.writer as writer
+from amplab.lab import WatchCallback
+
+class Slow(writer.FileIO):
+    "A disk on which steps are written together."
+    def write(self, data):
+        time.sleep(0.01)
+        return super().write(data)
+
+folder, disk, scaling, kept = sys.argv[1:]
+if disk == "slow":
+    writer.FileIO = Slow
+
+def train():
+    model = torch.nn.Linear(4, 4)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    optimizer.scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10) if scaling == "torch" else None
+    callback = WatchCallback(log=folder)
+    callback.on_train_begin(None, None, None, model=model, optimizer=optimizer)
+    scaler = torch.amp.GradScaler("cpu", enabled=False) if optimizer.scaler is None else optimizer.scaler
+    for _ in range(30):
+        scaler.scale(model(torch.ones(2, 4)).sum()).backward()
+        scaler.step(optimizer)
+        scaler.update()
+    if kept == "kept":
+        globals().update(callback=callback)
+    raise MemoryError
+train()
+"""
+
+
+@pytest.mark.parametrize("kept", ["kept", "not referenced"])
+@pytest.mark.parametrize("scaling", ["torch", "none"])
+@pytest.mark.parametrize("disk", ["fast", "slow"])
+def test_a_program_that_ends_by_an_exception_loses_no_step_of_a_trainer(tmp_path, disk, scaling, kept):
+    command = [sys.executable, "-c", ENDS, str(tmp_path), disk, scaling, kept]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    assert ended.stderr.endswith("MemoryError\n")
+    (log,) = tmp_path.glob("*.jsonl")
+    assert len(load_run(log).history) == 30
 
 
 def read_ahead(batches):

@@ -299,6 +299,18 @@ def test_a_loss_with_a_weight_that_a_hook_computes_has_its_backward_after_a_tool
     assert torch.equal(*expected, *torch.autograd.grad(loss + model[0].weight.square().sum(), model[0].bias))
 
 
+@pytest.mark.parametrize("level", [None, "O2"])
+def test_the_cache_of_computed_weights_is_the_loops(level):
+    model, x = nn.utils.parametrizations.weight_norm(nn.Linear(4, 3)), torch.ones(2, 4)
+    with nn.utils.parametrize.cached():
+        xray(model, x, opt_level=level)
+        weight = model.weight
+        xray(model, x, opt_level=level)
+        assert model.weight is weight
+        model(x).sum().backward()
+    assert not nn.utils.parametrize._cache
+
+
 CHANGED_PARTS = {
     "added": lambda model: model.append(nn.Tanh()),
     "another": lambda model: model.__setitem__(0, nn.Tanh()),

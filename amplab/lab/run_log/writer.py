@@ -2,21 +2,23 @@
 
 Each step reaches the operating system as it ends, so a killed process loses none; its last line may be cut off. On a
 disk that needs more than 0.2 ms for a write, steps wait for a later step, which is written after at most
-`FLUSH_SECONDS`; a process that is killed before that, also in a long pause of its loop, loses those that wait. While a
+`FLUSH_SECONDS`; a process that is killed before that, also in a long pause of its loop, loses those that wait. A
+program that ends, or a log that is not referenced any more, writes them. While a
 disk is full, the lines that fit are written, and up to `MOST_WAITING` others wait in memory. A part of a line is
 removed from the file at once, so that no line in the middle is torn.
 """
 
 from __future__ import annotations
 
+import atexit
 import errno
 import os
 import time
-import weakref
 from contextlib import suppress
 from io import FileIO
 from pathlib import Path
 from typing import NamedTuple
+from weakref import WeakSet
 
 from amplab.display.numbers import count
 from amplab.lab.config import ExperimentConfig
@@ -121,13 +123,21 @@ class RunLog:
         except OSError as error:
             if error.errno not in _FULL:  # of a full disk the next flush says so
                 raise
+        _OPEN.add(self)
+
+    def __del__(self) -> None:
+        """Write what waits, and close the file: the loop has ended by an exception that nobody has told the log."""
+        if not self._is_closed:
+            with suppress(OSError):
+                self.flush()
+            if self._file is not None:
+                self._file.close()
 
     def _open(self) -> FileIO:
         """Open the file; a new one begins with the header."""
         if self._continues is None:
             self.path.parent.mkdir(parents=True, exist_ok=True)
         file = FileIO(str(self.path), "x" if self._continues is None else "r+", opener=_open_to_append)
-        self._closed_with_me = weakref.finalize(self, file.close)
         if self._continues is not None:
             self._refuse_another(file, self._continues)
         size = self._end_of_file(file)
@@ -285,6 +295,17 @@ class RunLog:
     def _is_forked(self) -> bool:
         """Return whether this is a copy of the process that opened the log, which goes on to write the same steps."""
         return os.getpid() != self._process
+
+
+_OPEN: WeakSet[RunLog] = WeakSet()
+
+
+@atexit.register
+def _flush_all() -> None:
+    """Write what waits; the program ends."""
+    for log in list(_OPEN):
+        with suppress(OSError):
+            log.flush()
 
 
 def _place_of(descriptor: int) -> tuple[int, int]:

@@ -1,0 +1,93 @@
+"""Tools that cast a model leave each parameter what others have put on it: hooks, graphs, its place in DDP."""
+
+import sys
+import weakref
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+import amplab
+from amplab.trace.stand_ins import stand_ins
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "parallel"))
+from ranks import run_ranks
+
+TOOLS = {
+    "xray": lambda model, x: amplab.xray(model, x, opt_level="O2"),
+    "doctor": lambda model, x: amplab.doctor(model, x, loss=torch.sum, opt_level="O3"),
+    "first_nonfinite": lambda model, x: amplab.first_nonfinite(model, x, loss=torch.sum, opt_level="O2"),
+}
+
+
+def model_of():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 3), nn.ReLU(), nn.Linear(3, 1))
+
+
+@pytest.mark.parametrize("tool", TOOLS)
+def test_a_loss_from_before_a_tool_has_the_gradients_it_had(tool):
+    model, x = model_of(), torch.ones(2, 4)
+    loss = model(x).square().sum()
+    expected = torch.autograd.grad(loss, [*model.parameters()], retain_graph=True)
+    TOOLS[tool](model, x)
+    assert all(map(torch.equal, torch.autograd.grad(loss, [*model.parameters()]), expected))
+
+
+def test_hooks_run_in_the_block_and_after_it_as_before():
+    model, x = model_of(), torch.ones(2, 4)
+    first, last = model[0].weight, model[2].weight
+    calls, reference = [], weakref.ref(first)
+    first.register_hook(lambda _: calls.append("first"))
+    first.grad = torch.ones(3, 4)
+    with stand_ins(model):
+        assert first.grad is not None
+        first.data, first.grad = first.data.half(), None
+        last.register_hook(lambda _: calls.append("last, in the block"))
+        first.float().sum().backward()
+        last.sum().backward()
+    assert calls == ["first", "last, in the block"]
+    assert first.dtype == torch.float32
+    assert torch.equal(first.grad, torch.ones(3, 4))
+    assert last.grad is None
+    assert reference() is model[0].weight is first
+    last.register_hook(lambda _: calls.append("last"))
+    last.register_post_accumulate_grad_hook(lambda _: calls.append("accumulated"))
+    model(x).sum().backward()
+    assert calls[2:] == ["last", "accumulated", "first"]
+
+
+def test_an_error_while_parameters_change_gives_all_of_them_back():
+    model = model_of()
+    before = [each._cdata for each in model.parameters()]
+    seen = []
+
+    def change():
+        with stand_ins(model):
+            seen.extend(each._cdata for each in model.parameters())
+            raise KeyError
+
+    with pytest.raises(KeyError):
+        change()
+    assert not {*seen} & {*before}
+    assert [each._cdata for each in model.parameters()] == before
+
+
+def train_on(rank, tool):
+    """Call a tool on every rank, as in the middle of a training, and compare the gradients of the step after it."""
+    model, x = nn.parallel.DistributedDataParallel(model_of()), torch.full((2, 4), float(rank + 1))
+    model(x).sum().backward()
+    model.zero_grad()
+    TOOLS[tool](model, x)
+    model(x).square().sum().backward()
+    gradient = model.module[0].weight.grad
+    both = [torch.empty_like(gradient) for _ in range(2)]
+    torch.distributed.all_gather(both, gradient)
+    assert torch.equal(*both)
+    assert gradient.count_nonzero()
+
+
+@pytest.mark.parametrize("tool", TOOLS)
+def test_ddp_averages_the_gradients_after_a_tool(tool):
+    run_ranks(train_on, tool)
