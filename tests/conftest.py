@@ -45,6 +45,13 @@ def pytest_configure(config: pytest.Config) -> None:
     settings.load_profile("amplab")
 
 
+@pytest.fixture(scope="module", autouse=True)
+def nothing_is_compiled_yet() -> None:
+    """A watch looks at no ops in a process that has compiled something, such as the tests of another file."""
+    if "torch._dynamo" in sys.modules:
+        sys.modules["torch._dynamo"].reset()
+
+
 def stage(item: pytest.Item) -> int:
     """Return 0 for unit tests and doctests, 1 for notebook cells, 2 for tests that drive a browser."""
     if item.get_closest_marker("browser") or "tests/browser/" in item.nodeid:

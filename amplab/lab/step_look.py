@@ -9,6 +9,7 @@ A step that overflows shows neither, so the next one is looked at. Notes are lef
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -186,7 +187,10 @@ class StepLook:
             yield "not looked at: the ops of a step; a callback has no block whose end would end the look"
             return
         if not self._is_possible:
-            yield "not looked at: the ops of a step; the model is compiled or sharded, has an RNN, or a look failed"
+            yield (
+                "not looked at: the ops of a step; the program compiles, the model is sharded or has an RNN, or a look "
+                "failed"
+            )
             return
         if self._looks:
             yield f"looked at the gradients of {count(self._looks, 'step')}: unscaling, clipping, updates"
@@ -210,6 +214,9 @@ class StepLook:
         Args:
             names_calls: whether the look has a function mode.
         """
+        if _compiles():
+            self._is_possible = False
+            self.pause()
         now = _modes_of_others()
         is_outside = now[0] == self._around[0] and (not names_calls or now == self._around)
         return self._is_possible and is_outside and current_backward() < 0
@@ -273,6 +280,15 @@ def _modes_of_others() -> tuple[list[object], list[object]]:
     """Return the dispatch modes and the function modes of this thread that are not amplab's."""
     dispatch: list[object] = [each for each in _get_current_dispatch_mode_stack() if not isinstance(each, DispatchMode)]
     return dispatch, [mode for mode in function_modes() if not isinstance(mode, OwnMode)]
+
+
+def _compiles() -> bool:
+    """Whether the program has compiled something: what it calls in a look would run as it is, for good, or raise.
+
+    That something is referenced still is not known; `torch._dynamo.reset()` forgets it.
+    """
+    dynamo = sys.modules.get("torch._dynamo.eval_frame")
+    return dynamo is not None and any(backend is not None for backend in dynamo.cached_backends.values())
 
 
 def _runs_op_by_op(model: nn.Module) -> bool:

@@ -1,5 +1,6 @@
 """A loop of one's own, watched: its results are bit for bit what they were, and every step is told as it was."""
 
+import contextlib
 import copy
 import gc
 import io
@@ -611,6 +612,41 @@ def test_parameters_have_the_names_of_the_model():
             scaler.step(optimizer)
             scaler.update()
     assert [each.first_nonfinite for each in w.history.records()] == ["4.bias", "4.bias"]
+
+
+@pytest.mark.parametrize("whole", [False, True], ids=["graphs", "one graph"])
+@pytest.mark.parametrize("late", [False, True], ids=["before the watch", "in it"])
+def test_a_loop_that_compiles_its_loss_is_compiled_and_gets_the_same_bits(whole, late):
+    """In a look it would run as it is, also later, or raise if one graph is asked for."""
+
+    def train(watched):
+        torch._dynamo.reset()
+        model, optimizer = make()
+        graphs = []
+
+        def compiled():
+            def keep(graph, _):
+                graphs.append(graph)
+                return graph.forward
+
+            return torch.compile(lambda x, y: F.cross_entropy(model(x), y), backend=keep, fullgraph=whole)
+
+        loss_of = None if late else compiled()
+        with watch(model, optimizer) if watched else contextlib.nullcontext() as w:
+            loss_of = loss_of or compiled()
+            for x, y in w.batches(BATCHES[:5]) if watched else BATCHES[:5]:
+                optimizer.zero_grad()
+                loss = loss_of(x, y)
+                (w.loss(loss) if watched else loss).backward()
+                optimizer.step()
+        assert graphs
+        return w, [*model.parameters()]
+
+    (_, expected), (w, found) = train(watched=False), train(watched=True)
+    assert all(map(torch.equal, found, expected))
+    assert len(w.history) == 5
+    assert w.failures == ()
+    assert any("the program compiles" in each for each in w.findings().looked_at)
 
 
 ENDS = """
