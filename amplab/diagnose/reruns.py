@@ -299,7 +299,7 @@ def in_format(model: nn.Module, dtype: torch.dtype) -> Iterator[None]:
     The model's weights of these dtypes are replaced. The block must be inside of `amplab.trace.untouched.untouched`,
     which restores their values.
     """
-    with stand_ins(model), _OtherFormat(dtype):
+    with stand_ins(model.parameters()), _OtherFormat(dtype):
         for tensor in (*model.parameters(), *model.buffers()):
             if tensor.dtype in LOW_PRECISION_DTYPES:
                 tensor.data = tensor.data.to(dtype)

@@ -18,7 +18,7 @@ import json
 import os
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import datetime
@@ -218,13 +218,20 @@ def begin_again(log: Path, step: int) -> Path:
     return log
 
 
-def _read(path: Path) -> Checkpoint:
-    steps, extra = read_saved(path)
+def _read(path: Path, *, whole: bool = True) -> Checkpoint:
+    steps, extra = read_saved(path, whole=whole)
     return Checkpoint(path, ExperimentConfig.parse(extra["config"]), steps, datetime.fromisoformat(extra["saved"]))
 
 
-def last_checkpoint(folder: Path) -> Checkpoint | None:
-    """Return the latest checkpoint in `folder` that can be continued, None if there is none of the last 24 hours."""
+def last_checkpoint(
+    folder: Path, is_possible: Callable[[ExperimentConfig], bool] = lambda _: True
+) -> Checkpoint | None:
+    """Return the latest checkpoint in `folder` that can be continued, None if there is none of the last 24 hours.
+
+    Args:
+        folder: Where the logs are.
+        is_possible: Whether an experiment can be made here; a large file of another one is not read.
+    """
     for path in _newest_first(folder, f"*{SUFFIX}"):
         try:
             if time.time() - path.stat().st_mtime > LONGEST_AGO:
@@ -232,7 +239,8 @@ def last_checkpoint(folder: Path) -> Checkpoint | None:
             log = path.with_suffix(".jsonl")
             if not log.is_file() or is_held(log):  # on Windows a run in another kernel is offered, too
                 continue
-            return _read(path)
+            if is_possible(_read(path, whole=False).config):
+                return _read(path)
         except (OSError, RunStateError, ValueError, KeyError, TypeError) as error:
             if is_interrupt(error):
                 raise
@@ -252,7 +260,7 @@ def _newest_first(folder: Path, pattern: str) -> Iterator[Path]:
 def _is_checkpoint(path: Path) -> bool:
     """Return whether a file is a checkpoint of the lab's; other programs give their files the same ending."""
     try:
-        read_saved(path)
+        read_saved(path, whole=False)
     except (OSError, RunStateError):
         return False
     return True

@@ -756,14 +756,18 @@ class Experiment:
         return model
 
 
-def read_saved(path: Path) -> tuple[int, dict[str, Any]]:
+def read_saved(path: Path, *, whole: bool = True) -> tuple[int, dict[str, Any]]:
     """Return the number of steps and the extra values of a saved experiment.
+
+    Args:
+        path: The file.
+        whole: Whether to read and check all of it, which takes a second for each GB.
 
     Raises:
         OSError: The file cannot be read.
         RunStateError: It is damaged, or holds something else.
     """
-    state = read_run_state(path)
+    state = read_run_state(path, whole=whole)
     steps, extra = state.get("position"), state.get("extra")
     if is_count(steps) and isinstance(extra, dict) and _is_of_the_lab(extra):
         return steps, extra

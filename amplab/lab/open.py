@@ -140,7 +140,7 @@ def open(
     opened = dashboard(trainer)
     if has_begun:
         opened.offer(None if wanted == trainer.config else wanted)
-    elif not trainer.kept.runs and (saved := last_checkpoint(runs_directory())) and _is_here(saved.config):
+    elif not trainer.kept.runs and (saved := last_checkpoint(runs_directory(), _is_here)):
         opened.offer_saved(saved)
     return opened
 

@@ -204,11 +204,23 @@ def _write_new(lesson: Path, copy: Path, aside: Path | None = None) -> Path:
             shutil.copyfileobj(source, target)
         if aside is not None:
             copy.rename(aside)
-        partial.rename(copy)
+        _rename_if_free(partial, copy)
     except BaseException:
         partial.unlink(missing_ok=True)
         raise
     return aside or copy
+
+
+def _rename_if_free(partial: Path, copy: Path) -> None:
+    """Give a new file its name, unless the page has saved a lesson under it a moment ago, which stays."""
+    try:
+        copy.hardlink_to(partial)
+    except FileExistsError:
+        pass
+    except OSError:  # a drive without hard links
+        partial.rename(copy)
+        return
+    partial.unlink()
 
 
 def _free_name(copy: Path) -> Path:

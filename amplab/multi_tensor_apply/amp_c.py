@@ -448,8 +448,10 @@ def _scalars(flag: Tensor, tensors: Sequence[Tensor], factor: float | Tensor) ->
     """Return found_inf, 0, and the factor, as the kernels take them; ``()`` float32 each."""
     device = _device(flag, tensors)
     if isinstance(factor, Tensor):
-        return torch.zeros((), device=device), factor.to(device, torch.float32).reshape(())
-    return torch.zeros((), device=device), torch.full((), factor, device=device, dtype=torch.float32)
+        return torch.zeros((), dtype=torch.float32, device=device), factor.to(device, torch.float32).reshape(())
+    return torch.zeros((), dtype=torch.float32, device=device), torch.full(
+        (), factor, device=device, dtype=torch.float32
+    )
 
 
 def _set_flag(flag: Tensor, found: Tensor) -> None:
@@ -463,7 +465,9 @@ def _skip(flag: Tensor, params: Sequence[Tensor]) -> Tensor:
 
 def _receivers(flag: Tensor, tensors: Sequence[Tensor], per_tensor: bool | None) -> tuple[Tensor, Tensor]:
     device = _device(flag, tensors)
-    return torch.zeros(1, device=device), torch.zeros(len(tensors) if per_tensor else 0, device=device)
+    return torch.zeros(1, dtype=torch.float32, device=device), torch.zeros(
+        len(tensors) if per_tensor else 0, dtype=torch.float32, device=device
+    )
 
 
 def _norms(
@@ -478,7 +482,11 @@ def _norms(
 
 def _steps_before(step: int, params: Sequence[Tensor]) -> Sequence[Tensor]:
     """Return the number of earlier steps for each parameter; the kernels increment these tensors."""
-    return torch.full((len(params),), step - 1.0, device=params[0].device).unbind() if len(params) > 0 else ()
+    return (
+        torch.full((len(params),), step - 1.0, dtype=torch.float32, device=params[0].device).unbind()
+        if len(params) > 0
+        else ()
+    )
 
 
 def _clipping(norm: Tensor, most: float | Tensor) -> Tensor:

@@ -408,7 +408,9 @@ class FusedOptimizer(Optimizer):
             inverse = torch.where(skipped, 1.0, inverse)
         try:
             for device, here in _by_device(grads).items():
-                unscale_(here, torch.zeros((), device=device), inverse.to(device, non_blocking=True))
+                unscale_(
+                    here, torch.zeros((), dtype=torch.float32, device=device), inverse.to(device, non_blocking=True)
+                )
         except RuntimeError as error:
             if not is_refusal(error):  # gradients that share memory, or that are expanded
                 raise
@@ -517,7 +519,10 @@ def _check_device(grads: list[Tensor], with_norm: bool, factor: Tensor | None = 
     If there is a factor, the gradients are multiplied by it first, in place.
     """
     device = grads[0].device
-    found, norm = torch.zeros((), device=device), torch.zeros((), device=device) if with_norm else None
+    found, norm = (
+        torch.zeros((), dtype=torch.float32, device=device),
+        torch.zeros((), dtype=torch.float32, device=device) if with_norm else None,
+    )
     if factor is None:
         unscaled_norm(grads, found, _one(device), norm=norm)
     else:
@@ -528,7 +533,7 @@ def _check_device(grads: list[Tensor], with_norm: bool, factor: Tensor | None = 
 @functools.cache
 def _one(device: torch.device) -> Tensor:
     """Return ``()`` float32, 1.0, which must not be written."""
-    return torch.ones((), device=device)
+    return torch.ones((), dtype=torch.float32, device=device)
 
 
 def _total(norms: list[Tensor]) -> Tensor | None:

@@ -77,7 +77,7 @@ class Bucket:
         lent = [buffer.lent(index) for index in range(first, last)]
         self._places = GradientPlaces(self.params, self.tensor, [begin - start for begin in starts], lent)
         self._all_here = False
-        self._found_inf = torch.zeros(1, device=buffer.tensor.device)
+        self._found_inf = torch.zeros(1, dtype=torch.float32, device=buffer.tensor.device)
 
     def is_complete(self) -> bool:
         """Return whether every parameter has a gradient. Sync: none."""

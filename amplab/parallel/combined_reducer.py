@@ -276,7 +276,7 @@ class CombinedReducer:
             raise RuntimeError(self._describe_misfit(misfit))
         device = bucket.tensor.device
         if is_alone():
-            bucket.fill(torch.ones(1, device=device))
+            bucket.fill(torch.ones(1, dtype=torch.float32, device=device))
             return
         if misfit is not None:
             self._problems.append(self._describe_misfit(misfit))
@@ -284,7 +284,8 @@ class CombinedReducer:
             bucket.fill_with_zeros()
         else:
             if device not in self._factor:
-                self._factor[device] = torch.tensor([1.0 / dist.get_world_size(self._group)], device=device)
+                share = 1.0 / dist.get_world_size(self._group)
+                self._factor[device] = torch.tensor([share], dtype=torch.float32, device=device)
             bucket.fill(self._factor[device])
         bucket.notes.copy_(torch.tensor(self._told()))
         with explained_absence("average gradients"):

@@ -218,10 +218,27 @@ def _threads_of_python() -> set[int | None]:
 def _settings_alone(module: nn.Module) -> dict[str, Any]:
     """Return the attributes with which the forward of a module exchanges nothing; {} if it does not anyway."""
     if isinstance(module, DistributedDataParallel):
-        return {"require_backward_grad_sync": False, "require_forward_param_sync": False}
+        alone = {"require_backward_grad_sync": False, "require_forward_param_sync": False}
+        return {**alone, "reducer": _ReducerAlone(module.reducer)}
     if _is_a(module, "SyncBatchNorm"):
         return {"process_group": dist.GroupMember.NON_GROUP_MEMBER}  # so it normalizes with its own batch
     return {}
+
+
+class _ReducerAlone:
+    """A reducer of DistributedDataParallel that does not agree on its buckets with other ranks.
+
+    The first forward after the first backward does, once: the next one of the loop then.
+    """
+
+    def __init__(self, reducer: Any) -> None:
+        self._reducer = reducer
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._reducer, name)
+
+    def _rebuild_buckets(self) -> bool:
+        return False
 
 
 def _set(module: nn.Module, values: Mapping[str, Any]) -> None:

@@ -69,7 +69,7 @@ class CombinedUnscaler(Unscaler):
         self,
         params: Sequence[Tensor],
         inverse: Callable[[torch.device], Tensor],
-        found_inf: Callable[[torch.device], Tensor] = lambda device: torch.zeros(1, device=device),
+        found_inf: Callable[[torch.device], Tensor] = lambda device: torch.zeros(1, dtype=torch.float32, device=device),
     ) -> dict[torch.device, Tensor] | None:
         """Multiply the gradients of ``params`` by ``inverse`` into the buffers; see `FlatGradients.bring_in_`.
 

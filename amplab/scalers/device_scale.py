@@ -152,7 +152,7 @@ class RecurrentScale(DeviceScale):
     def _on_device(self, found_inf: Tensor | bool) -> Tensor:
         if isinstance(found_inf, Tensor):
             return found_inf.detach().to(self.scale.device, torch.float32, non_blocking=True)
-        return torch.full((), float(found_inf), device=self.scale.device)
+        return torch.full((), float(found_inf), dtype=torch.float32, device=self.scale.device)
 
     def state(self) -> ScaleState:
         """Return the current state. Sync: one."""

@@ -373,7 +373,7 @@ def check_combined_tensors(flat: FlatGradients, params: Iterable[Tensor] | None 
 
 
 def _zero_on(device: torch.device) -> Tensor:
-    return torch.zeros(1, device=device)
+    return torch.zeros(1, dtype=torch.float32, device=device)
 
 
 def _kind(tensor: Tensor) -> tuple[torch.dtype, torch.device, torch.Size]:

@@ -106,9 +106,9 @@ class MasterWeights:
             elif not accumulate:
                 master.grad = None
         if found_inf is None:
-            found_inf = torch.zeros(1, device=next(iter(by_device), None))
+            found_inf = torch.zeros(1, dtype=torch.float32, device=next(iter(by_device), None))
         for device, grads in by_device.items():
-            here = found_inf if found_inf.device == device else torch.zeros(1, device=device)
+            here = found_inf if found_inf.device == device else torch.zeros(1, dtype=torch.float32, device=device)
             _unscale_into(grads, here, inverse_scale(scale, device), place, accumulate=accumulate)
             if here is not found_inf:
                 found_inf.copy_(torch.maximum(found_inf, here.to(found_inf.device, non_blocking=True)))

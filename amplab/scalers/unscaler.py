@@ -38,7 +38,7 @@ def gathered_found_inf(found: Mapping[torch.device, Tensor], found_inf: Tensor |
     Sync: none.
     """
     if found_inf is None:
-        found_inf = torch.zeros(1, device=next(iter(found), None))
+        found_inf = torch.zeros(1, dtype=torch.float32, device=next(iter(found), None))
     for here in found.values():
         found_inf.copy_(torch.maximum(found_inf, here.to(found_inf.device, non_blocking=True)))
     return found_inf
@@ -113,10 +113,10 @@ class Unscaler:
         if not self._knows(params):
             self._group(params)
         if found_inf is None:
-            found_inf = torch.zeros(1, device=next(iter(self._by_device), None))
+            found_inf = torch.zeros(1, dtype=torch.float32, device=next(iter(self._by_device), None))
         for device, (group, known) in self._by_device.items():
             inverse = self._inverse_on(device, scale)
-            here = found_inf if found_inf.device == device else torch.zeros(1, device=device)
+            here = found_inf if found_inf.device == device else torch.zeros(1, dtype=torch.float32, device=device)
             if known.unscale_grads_(here, inverse) is None:
                 self._unscale_listed(group, here, inverse)
             if here is not found_inf:

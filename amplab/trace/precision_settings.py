@@ -159,7 +159,7 @@ def _models(model: nn.Module) -> Iterator[nn.Module]:
 
 @contextmanager
 def _castable(model: nn.Module) -> Iterator[None]:
-    with untouched(model), stand_ins(model):
+    with untouched(model), stand_ins(model.parameters()):
         yield
 
 

@@ -1,16 +1,15 @@
-"""`stand_ins`: for a block, parameters that may change their dtype.
+"""`stand_ins`: for a block, other tensors in place of those of a model, so that the block leaves its own ones alone.
 
 A parameter whose own dtype changes (`param.data = …`) gets a new AccumulateGrad node. Whatever is on the old one is
 lost: the hooks with which DistributedDataParallel averages gradients, and the graphs of losses that were computed
-before. Therefore a parameter is given another tensor for the block, which shares its memory, and after it gets back its
-own.
+before. Memory that other processes train in, as with Hogwild, must not get back values that they have updated since.
 
 Reference: torch.utils.swap_tensors.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import NamedTuple
 
@@ -19,54 +18,66 @@ from torch import Tensor, nn
 
 from amplab.trace.as_found import Undo
 
-__all__ = ["stand_ins"]
+__all__ = ["out_of_shared_memory", "stand_ins"]
 
 
 _HOOKS = "_backward_hooks", "_post_accumulate_grad_hooks"
 
 
 class _StandIn(NamedTuple):
-    """A parameter, the tensor that it is given, the address of its own one, and the dicts of its hooks by attribute."""
+    """A tensor, the one that it is given, the address of its own one, and the dicts of its hooks by attribute."""
 
-    parameter: Tensor
+    tensor: Tensor
     other: Tensor
     address: int
     hooks: dict[str, object]
 
     @classmethod
-    def of(cls, parameter: Tensor) -> _StandIn:
-        hooks = {name: getattr(parameter, name) for name in _HOOKS}
-        other = nn.Parameter(parameter.data, requires_grad=parameter.requires_grad)
-        other.grad = parameter.grad
+    def of(cls, tensor: Tensor, values: Tensor) -> _StandIn:
+        hooks = {name: getattr(tensor, name) for name in _HOOKS}
+        other = nn.Parameter(values, requires_grad=tensor.requires_grad)
+        other.grad = tensor.grad
         for name, those in hooks.items():
             if those is not None:  # a hook that the block adds to this dict is to be called
                 setattr(other, name, those)
-        return cls(parameter, other, _address(parameter), hooks)
+        return cls(tensor, other, _address(tensor), hooks)
 
     def begin(self) -> None:
-        torch._C._swap_tensor_impl(self.parameter, self.other)
+        torch._C._swap_tensor_impl(self.tensor, self.other)
 
     def end(self) -> None:
-        """Give the parameter its own tensor; a second call does nothing."""
-        if _address(self.parameter) != self.address:
-            torch._C._swap_tensor_impl(self.parameter, self.other)
+        """Give back its own one; a second call does nothing."""
+        if _address(self.tensor) != self.address:
+            torch._C._swap_tensor_impl(self.tensor, self.other)
         for name, those in self.hooks.items():
-            if those is None and getattr(self.parameter, name) is not None:
-                setattr(self.parameter, name, None)  # a dict of the block's, which the own tensor does not know
+            if those is None and getattr(self.tensor, name) is not None:
+                setattr(self.tensor, name, None)  # a dict of the block's, which its own one does not know
 
 
 @contextmanager
-def stand_ins(model: nn.Module) -> Iterator[None]:
-    """Let the parameters of `model` change their dtype in the block; after it each has the tensor that it had.
+def stand_ins(tensors: Iterable[Tensor], *, copied: bool = False) -> Iterator[None]:
+    """Let the block change the dtypes of `tensors`, leaves of autograd; after it each is what it was. Sync: none.
 
-    The block must be inside of `untouched`, since a change in place is one of the same memory. Sync: none.
+    Args:
+        tensors: parameters and buffers; those of a subclass of Tensor, such as the shards of FSDP2, stay.
+        copied: whether the block gets copies of the values. Otherwise it has the same memory, so that it must be
+            inside of `untouched`, which restores the values.
     """
     with Undo() as undo:
-        for parameter in model.parameters():
-            if parameter.is_leaf and type(parameter.data) is Tensor:
-                stand_in = _StandIn.of(parameter)
+        for tensor in tensors:
+            if tensor.is_leaf and type(tensor.data) is Tensor:
+                stand_in = _StandIn.of(tensor, tensor.detach().clone() if copied else tensor.data)
                 undo.add(stand_in.end)
                 stand_in.begin()
+        yield
+
+
+@contextmanager
+def out_of_shared_memory(model: nn.Module) -> Iterator[None]:
+    """Give the block copies of what other processes may train, as with Hogwild: what they write meanwhile stays."""
+    tensors = (*model.parameters(), *model.buffers())
+    with_storage = [each for each in tensors if each.layout is torch.strided and not each.is_nested]
+    with stand_ins([each for each in with_storage if each.is_cpu and each.is_shared()], copied=True):
         yield
 
 

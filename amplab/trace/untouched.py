@@ -25,6 +25,7 @@ from amplab.parallel.ranks import on_this_rank_alone
 from amplab.trace.as_found import Undo, rebind, remove_hooks_since
 from amplab.trace.optimizer_states import unchanged_optimizers
 from amplab.trace.random_states import random_states_kept, restorers
+from amplab.trace.stand_ins import out_of_shared_memory
 from amplab.trace.tensor_copies import TensorCopy, restore_all
 
 __all__ = ["ParkedGradients", "before_untouched", "nodes_behind", "unless_undone", "untouched"]
@@ -96,7 +97,8 @@ def untouched(model: nn.Module) -> Iterator[ParkedGradients]:
     """Run a block on `model` and restore everything that it changed, also after an exception.
 
     Yields the gradients set aside, to which the block adds leaves outside the model. Holds one copy of the model's
-    parameters and buffers while the block runs. Of several ranks this one waits for no other: they may run the model
+    parameters and buffers while the block runs, and a second one of those in shared memory, which the block gets: what
+    other processes write there meanwhile stays. Of several ranks this one waits for no other: they may run the model
     more often, or not at all, see `on_this_rank_alone`.
 
     Sync: none.
@@ -104,7 +106,7 @@ def untouched(model: nn.Module) -> Iterator[ParkedGradients]:
     for callback in () if _THREAD.undoes else tuple(_THREAD.callbacks):
         callback()
     gradients = ParkedGradients()
-    with Undo() as undo:
+    with out_of_shared_memory(model), Undo() as undo:
         undo.add(partial(setattr, _THREAD, "undoes", _THREAD.undoes))
         _THREAD.undoes = True
         this = object()

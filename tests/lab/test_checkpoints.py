@@ -487,3 +487,22 @@ def test_a_paused_run_keeps_its_checkpoint_while_other_processes_reset_theirs(tm
     assert last_checkpoint(tmp_path).step == 5
     resets(tmp_path, KEPT + 2)
     assert last_checkpoint(tmp_path) is None  # its process has ended, and there are later runs
+
+
+def test_a_large_checkpoint_of_another_model_is_not_read_and_hides_no_run(tmp_path: Path) -> None:
+    trainer = Trainer(SMALL, log=tmp_path / "small.jsonl")
+    trainer.run(3)
+    trainer.stop()
+    assert trainer.wait(10)
+    for log in list(checkpoints._held):
+        os.close(checkpoints._held.pop(log))  # as when their kernel ends
+    state = torch.load(tmp_path / "small.checkpoint")
+    state["extra"]["config"] = state["extra"]["config"].replace("task=digits", "task=mine")
+    torch.save({**state, "large": torch.zeros(2**27)}, tmp_path / "large.checkpoint")
+    shutil.copy(tmp_path / "small.jsonl", tmp_path / "large.jsonl")
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    found = last_checkpoint(tmp_path, lambda each: each.task == "digits")
+    assert (found.step, found.path.name) == (3, "small.checkpoint")
+    resets(tmp_path, KEPT + 1)
+    assert not (tmp_path / "small.checkpoint").exists()
+    assert (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) * 1024 < 2**28, "512 MB are in the file"

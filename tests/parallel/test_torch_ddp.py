@@ -256,3 +256,26 @@ def beside_a_tool(rank):
 def test_a_tool_in_another_thread_does_not_stop_the_exchange_of_gradients():
     first, second = run_ranks(beside_a_tool)
     assert all(map(torch.equal, first, second))
+
+
+def weights_after(rank, tool, iterations):
+    """Train, call a tool on rank 0 alone after some iterations, train on; return the weights."""
+    torch.manual_seed(0)
+    model = DistributedDataParallel(Net())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for step, (inputs, _) in enumerate(batches(rank, 1)):
+        if step == iterations and rank == 0 and tool:
+            getattr(amplab, tool)(model, inputs[0], loss=torch.sum)
+        optimizer.zero_grad()
+        model(inputs[0]).square().mean().backward()
+        optimizer.step()
+    return [each.detach() for each in model.parameters()]
+
+
+@pytest.mark.parametrize("iterations", [0, 1, 2])
+@pytest.mark.parametrize("tool", ["xray", "first_nonfinite", "gradient_range"])
+def test_a_tool_on_one_rank_waits_for_no_other_after_any_iteration(tool, iterations):
+    """The first forward of DistributedDataParallel after its first backward exchanges the order of its buckets."""
+    expected = run_ranks(weights_after, "", iterations)[0]
+    for found in run_ranks(weights_after, tool, iterations):
+        assert all(map(torch.equal, found, expected))

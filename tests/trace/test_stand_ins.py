@@ -1,6 +1,8 @@
 """Tools that cast a model leave each parameter what others have put on it: hooks, graphs, its place in DDP."""
 
+import os
 import sys
+import time
 import weakref
 from pathlib import Path
 
@@ -41,7 +43,7 @@ def test_hooks_run_in_the_block_and_after_it_as_before():
     calls, reference = [], weakref.ref(first)
     first.register_hook(lambda _: calls.append("first"))
     first.grad = torch.ones(3, 4)
-    with stand_ins(model):
+    with stand_ins(model.parameters()):
         assert first.grad is not None
         first.data, first.grad = first.data.half(), None
         last.register_hook(lambda _: calls.append("last, in the block"))
@@ -64,7 +66,7 @@ def test_an_error_while_parameters_change_gives_all_of_them_back():
     seen = []
 
     def change():
-        with stand_ins(model):
+        with stand_ins(model.parameters()):
             seen.extend(each._cdata for each in model.parameters())
             raise KeyError
 
@@ -72,6 +74,48 @@ def test_an_error_while_parameters_change_gives_all_of_them_back():
         change()
     assert not {*seen} & {*before}
     assert [each._cdata for each in model.parameters()] == before
+
+
+def train_beside(model, begun, done, updates):
+    """What another process does to a shared model, as with Hogwild."""
+    torch.set_num_threads(1)
+    while not done.is_set():
+        with torch.no_grad():
+            model.bias.add_(1)
+            model.running.add_(1)
+        updates.value += 1
+        begun.set()
+        time.sleep(0.0005)
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="forks")
+@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
+@pytest.mark.parametrize("tool", [*TOOLS, "xray as it is", "a watch"])
+def test_what_another_process_writes_to_shared_memory_meanwhile_stays(tool):
+    model, x = nn.Linear(64, 64), torch.ones(8, 64)
+    model.register_buffer("running", torch.zeros(64))
+    nn.init.zeros_(model.bias)
+    model.share_memory()
+    processes = torch.multiprocessing.get_context("fork")
+    begun, done, updates = processes.Event(), processes.Event(), processes.Value("q", 0)
+    other = processes.Process(target=train_beside, args=(model, begun, done, updates))
+    other.start()
+    begun.wait()
+    if tool == "a watch":
+        optimizer, scaler = torch.optim.SGD([model.weight], lr=1e-3), torch.amp.GradScaler("cpu")
+        with amplab.watch(model, optimizer, scaler=scaler, loss=torch.sum) as w:
+            for batch in w.batches([x, x * torch.inf] * 5):
+                scaler.scale(model(batch).sum()).backward()
+                scaler.step(optimizer)
+                scaler.update()
+                optimizer.zero_grad()
+        assert w.history.skip_count == len(w.history.explanations) == 5
+    else:
+        for _ in range(5):
+            TOOLS.get(tool, amplab.xray)(model, x)
+    done.set()
+    other.join()
+    assert model.bias[0] == model.running[0] == updates.value
 
 
 def train_on(rank, tool):

@@ -44,7 +44,7 @@ def clip_by_norm_(
     (tensor(5.), True)
     """
     if not grads:
-        return torch.tensor(0.0)
+        return torch.tensor(0.0, dtype=torch.float32)
     norm = _norm(grads, norm_type)
     factor = _factor(norm, max_norm)
     keeps_padding = parts is None or (norm.device.type == "cpu" and math.isfinite(factor.item()))
@@ -73,7 +73,7 @@ def clip_shards_by_norm_(params: Sequence[Tensor], max_norm: float, norm_type: f
         grads = held.setdefault(rank_groups_of(param), [])
         if param.grad is not None:
             grads.append(strided_grad(param))
-    nothing = torch.zeros((), device=params[0].device)
+    nothing = torch.zeros((), dtype=torch.float32, device=params[0].device)
     norms = [
         norm_over_ranks(_norm(grads, norm_type) if grads else nothing, groups, norm_type)
         for groups, grads in held.items()
@@ -89,7 +89,7 @@ def _factor(norm: Tensor, max_norm: float) -> Tensor:
 
 def _multiply_(grads: Sequence[Tensor], factor: Tensor) -> None:
     for device, here in _by_device(grads).items():
-        unscale_(here, torch.zeros((), device=device), factor.to(device, non_blocking=True))
+        unscale_(here, torch.zeros((), dtype=torch.float32, device=device), factor.to(device, non_blocking=True))
 
 
 def _norm(grads: Sequence[Tensor], norm_type: float) -> Tensor:

@@ -262,7 +262,7 @@ def add_unscaled(
     found_inf = unscaler.unscale_([param for param in params if id(param) not in summed], scale, found_inf=found_inf)
     for device in dict.fromkeys(old.grad.device for old, _ in sums):
         here = [(local_shard(new), local_shard(old.grad)) for old, new in sums if old.grad.device == device]
-        found_here = torch.zeros(1, device=device)
+        found_here = torch.zeros(1, dtype=torch.float32, device=device)
         unscale_add([new for new, _ in here], [old for _, old in here], found_here, inverse_scale(scale, device))
         found_inf = torch.maximum(found_inf, found_here.to(found_inf.device))
     put_back(old for old, _ in sums)

@@ -78,7 +78,7 @@ def found_inf_of(rows: Iterable[Row], device: torch.device) -> Tensor:
     verdicts = [each.to(device, non_blocking=True).reshape(()) for row in rows for each in _verdicts(row)]
     if len(verdicts) == 1:
         return verdicts[0]
-    return torch.stack(verdicts).sum() if verdicts else torch.zeros((), device=device)
+    return torch.stack(verdicts).sum() if verdicts else torch.zeros((), dtype=torch.float32, device=device)
 
 
 def verdict_of(rows: Iterable[Row]) -> bool | None:

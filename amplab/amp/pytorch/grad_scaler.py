@@ -332,7 +332,7 @@ class GradScaler(torch.amp.GradScaler):
         self.unscale_(optimizer)
         known = self._known.of(optimizer)
         if norm_type == 2.0:
-            norm = torch.zeros((), device=known.parameter_list.device)
+            norm = torch.zeros((), dtype=torch.float32, device=known.parameter_list.device)
             if known.combined is not None and max_norm > 0 and known.combined.clip_(norm, max_norm):
                 return norm
             if known.parameter_list.clip_grads_(norm, max_norm) is not None:
@@ -503,11 +503,13 @@ class GradScaler(torch.amp.GradScaler):
                 row["stage"], ready = OptState.UNSCALED, False
                 self._note_unscaled(known)
             found = optimizer.check_gradients() if found is None else found
-            row["found_inf_per_device"] = known.agreed(found, torch.zeros((), device=scale.device))
+            row["found_inf_per_device"] = known.agreed(found, torch.zeros((), dtype=torch.float32, device=scale.device))
         elif ready:
             self._check_inf_per_device(optimizer)
         skips = self._scales[0].skips
-        found_inf = found_inf_of([row], scale.device) if skips else torch.zeros((), device=scale.device)
+        found_inf = (
+            found_inf_of([row], scale.device) if skips else torch.zeros((), dtype=torch.float32, device=scale.device)
+        )
         if makes_momentum(optimizer, known) and found_inf.item() > 0:
             self._skip(optimizer)
             return None

@@ -110,6 +110,10 @@ def unscale_new(aside: list[tuple[LossGradients, list[SetAside]]], scale: Tensor
         if not (shares or each.rank_groups) and all(param.grad is None for param in each.params):
             put_back(before)
             continue
-        start = torch.stack(list(found.values())).amax(0) if shares else torch.zeros(1, device=scale.device)
+        start = (
+            torch.stack(list(found.values())).amax(0)
+            if shares
+            else torch.zeros(1, dtype=torch.float32, device=scale.device)
+        )
         found[each.optimizer] = each.unscale_new(before, scale, start)
     return found

@@ -82,8 +82,13 @@ def write_run_state(path: Path, state: dict[str, Any]) -> None:
     write_atomically(path, save)
 
 
-def read_run_state(path: Path) -> dict[str, Any]:
+def read_run_state(path: Path, *, whole: bool = True) -> dict[str, Any]:
     """Read what `write_run_state` wrote, every tensor on the CPU, every byte checked against its checksum.
+
+    Args:
+        path: the file.
+        whole: False to read no tensor and check no byte, for a look at the other values: it takes no time and memory.
+            The tensors must not be used.
 
     Raises:
         RunStateError: a file that is cut off, damaged, of another kind, or of a newer format; a folder, pipe or device.
@@ -93,9 +98,9 @@ def read_run_state(path: Path) -> dict[str, Any]:
         raise RunStateError(
             f"{path} is not a regular file but {kind}: expected a file of save_run_state; give its path."
         )
-    _refuse_damage(path)
+    _refuse_damage(path, whole=whole)
     try:
-        state = torch.load(path, map_location="cpu", weights_only=True)
+        state = torch.load(path, map_location="cpu", weights_only=True, mmap=not whole)
     except Exception as error:  # altered bytes can raise anything in the unpickler
         if is_interrupt(error) or _is_of_disk(error):
             raise
@@ -118,8 +123,13 @@ def read_run_state(path: Path) -> dict[str, Any]:
     return state
 
 
-def _refuse_damage(path: Path) -> None:
-    """Raise a RunStateError for a file that is not an archive, truncated or damaged; torch ignores checksums."""
+def _refuse_damage(path: Path, *, whole: bool) -> None:
+    """Raise a RunStateError for a file that is not an archive, truncated or damaged; torch ignores checksums.
+
+    Args:
+        path: the file.
+        whole: whether to read all of it; damage within an entry is not found otherwise.
+    """
     with path.open("rb") as file:
         start = file.read(4)
         if not start.startswith(b"PK"):
@@ -130,7 +140,7 @@ def _refuse_damage(path: Path) -> None:
                 archive = zipfile.ZipFile(file)
             with archive:
                 compressed = _compressed(archive)
-                damaged = None if compressed else archive.testzip()
+                damaged = archive.testzip() if whole and not compressed else None
         except Exception as error:  # altered bytes can raise anything in zipfile
             if is_interrupt(error) or _is_of_disk(error):
                 raise
