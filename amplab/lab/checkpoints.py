@@ -51,7 +51,7 @@ KEPT = 5
 """Runs of a folder whose checkpoint is kept."""
 
 SUFFIX = ".checkpoint"
-LONGEST_AGO = 24 * 3600.0
+LONGEST_AGO = 7 * 24 * 3600.0
 """Seconds after which a checkpoint is not offered any more."""
 
 EVERY_SECONDS = 5.0
@@ -226,7 +226,7 @@ def _read(path: Path, *, whole: bool = True) -> Checkpoint:
 def last_checkpoint(
     folder: Path, is_possible: Callable[[ExperimentConfig], bool] = lambda _: True
 ) -> Checkpoint | None:
-    """Return the latest checkpoint in `folder` that can be continued, None if there is none of the last 24 hours.
+    """Return the latest checkpoint in `folder` that can be continued, None if there is none of the last 7 days.
 
     Args:
         folder: Where the logs are.

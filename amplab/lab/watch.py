@@ -59,6 +59,7 @@ from amplab.lab.step_check import StepCheck
 from amplab.lab.step_look import StepLook
 from amplab.lab.step_rerun import CannotRunAgain, NeedsOtherRanks, StepRerun
 from amplab.lab.tensorboard_scalars import TensorBoardScalars
+from amplab.lab.watched_batches import WatchedBatches
 from amplab.lab.watched_run import NO_LEVEL, WatchedRun
 from amplab.policies.casting.thread_scopes import THREAD
 from amplab.policies.nested_tensors import samples_in
@@ -253,7 +254,9 @@ class Watch:
             signals.end()
 
     def batches(self, loader: Iterable[T]) -> Iterator[T]:
-        """Yield the batches of a loader; keep those of a step until it is over, to run it again if it is skipped.
+        """Return an iterator over the batches of a loader, which keeps those of a step until it is over.
+
+        They are there to run a step again that is skipped. Errors of the loader are raised as by the loader itself.
 
         Read it in the thread that has begun the watch. Another thread, such as one that reads ahead, gets the batches
         and nothing more: steps are recorded, and not explained.
@@ -262,15 +265,7 @@ class Watch:
         """
         if not isinstance(loader, Iterable):
             raise TypeError(f"batches({type(loader).__name__}): expected an iterable of batches, such as a loader.")
-        try:
-            for batch in loader:
-                self._batch_begins(batch)
-                yield batch
-                self._batch_ends()
-        finally:
-            self._batch_ends()
-            self._has_batches = False
-            self._choose_forward_hook()
+        return WatchedBatches(loader, begins=self._batch_begins, ends=self._batch_ends, end=self._batches_end)
 
     def _batch_begins(self, batch: Any) -> None:
         """A step begins, unless the batches are read in another thread than the loop's: it knows nothing of steps."""
@@ -293,6 +288,10 @@ class Watch:
     def _batch_ends(self) -> None:
         if get_ident() == self._thread:
             self._look.batch_ends()
+
+    def _batches_end(self) -> None:
+        self._has_batches = False
+        self._choose_forward_hook()
 
     def loss(self, value: Tensor) -> Tensor:
         """Record the loss of this step, before it is scaled, and return it. Sync: none.

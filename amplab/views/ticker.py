@@ -12,6 +12,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable
+from contextlib import suppress
 from queue import Empty, SimpleQueue
 
 from amplab.policies.signals import DeferredSignals
@@ -54,6 +55,8 @@ class Ticker:
             with DeferredSignals():
                 self._awake = True
                 self.call(_nothing)
+                if self._thread is None:
+                    self._awake = False  # so that the next change tries again
 
     def call(self, job: Job) -> None:
         """Run `job` in the ticker's thread as soon as it is free."""
@@ -85,8 +88,10 @@ class Ticker:
     def _put(self, job: Job) -> None:
         self._jobs.put(job)
         if self._thread is None:
-            self._thread = threading.Thread(target=self._loop, name="amplab-ticker", daemon=True)
-            self._thread.start()
+            thread = threading.Thread(target=self._loop, name="amplab-ticker", daemon=True)
+            with suppress(RuntimeError):  # the system has no thread left: the next job tries again
+                thread.start()
+                self._thread = thread
 
     def _loop(self) -> None:
         due = 0.0

@@ -643,10 +643,44 @@ def test_a_loop_that_compiles_its_loss_is_compiled_and_gets_the_same_bits(whole,
         return w, [*model.parameters()]
 
     (_, expected), (w, found) = train(watched=False), train(watched=True)
+    torch._dynamo.reset()  # a watch of the next test looks again
     assert all(map(torch.equal, found, expected))
     assert len(w.history) == 5
     assert w.failures == ()
     assert any("the program compiles" in each for each in w.findings().looked_at)
+
+
+class Corrupt(torch.utils.data.Dataset):
+    def __len__(self):
+        return 40
+
+    def __getitem__(self, place):
+        if place == 13:
+            raise OSError("a corrupt image")
+        return INPUTS[place]
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_loop_that_goes_on_after_an_error_of_its_loader_gets_the_batches_after_it(workers):
+    model, optimizer = make()
+    loader = torch.utils.data.DataLoader(Corrupt(), batch_size=4, num_workers=workers)
+    with watch(model, optimizer) as w:
+        batches, seen = iter(w.batches(loader)), 0
+        while True:
+            try:
+                x = next(batches)
+            except StopIteration:
+                break
+            except OSError:
+                continue
+            optimizer.zero_grad()
+            w.loss(model(x).square().mean()).backward()
+            optimizer.step()
+            seen += 1
+    assert seen == len(w.history) == 9
+    assert w.failures == ()
+    assert w.traced is not None
+    assert _get_current_dispatch_mode_stack() == []
 
 
 ENDS = """

@@ -5,6 +5,7 @@ import threading
 import time
 from itertools import pairwise
 
+import pytest
 from interrupts import interrupted
 
 from amplab.views.ticker import Pace, Ticker
@@ -140,3 +141,21 @@ def test_a_ticker_goes_on_after_an_interrupt_anywhere_in_a_call(until) -> None:
         ticker.close()
         if interrupt is None:
             break
+
+
+def test_a_thread_that_cannot_start_is_started_by_the_next_job():
+    """At the limit of threads of a system, or of a container."""
+    ran, ticks = [], []
+    ticker = Ticker(lambda: ticks.append(0), on_failure=pytest.fail)
+    before = threading.stack_size(2**46)  # more than there is: no thread starts
+    try:
+        ticker.call(lambda: ran.append("first"))
+        ticker.wake()
+    finally:
+        threading.stack_size(before)
+    assert ran == []
+    ticker.wake()
+    ticker.call(lambda: ran.append("second"))
+    ticker.close(wait=10)
+    assert ran == ["first", "second"]
+    assert ticks
