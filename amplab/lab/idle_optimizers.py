@@ -15,7 +15,7 @@ from amplab.diagnose.train_step.masters import model_parameters
 from amplab.scalers.unscaler import local_shard
 from amplab.trace.untouched import unless_undone
 
-__all__ = ["IdleOptimizers"]
+__all__ = ["ENOUGH_STEPS", "IdleOptimizers"]
 
 ENOUGH_STEPS = 5
 """An optimizer without a step is idle once another one has made more steps than this. The critic of a GAN may take a

@@ -49,7 +49,7 @@ from amplab.lab.events import GradientRecord, GradientSample, MixedScales, StepR
 from amplab.lab.findings import LOOK_BACK, observed_run, with_explained
 from amplab.lab.gradient_measure import GradientMeasure
 from amplab.lab.history import History, recorded
-from amplab.lab.idle_optimizers import IdleOptimizers
+from amplab.lab.idle_optimizers import ENOUGH_STEPS, IdleOptimizers
 from amplab.lab.rank_watch import RankWatch
 from amplab.lab.run_log import check_writable
 from amplab.lab.run_store import RunStore
@@ -168,6 +168,7 @@ class Watch:
         )
         self._loss: float | Tensor | None = None
         self._loss_in_output = False
+        self._losses = 0  # that the loop has given
         self._measured = -1  # the step that was measured last
         self._unrecorded: tuple[_Outcome, ...] = ()  # several only after interrupts
         self._taken: ScaledStep | ScaleRecord | None = None  # the last outcome that was added to them
@@ -245,6 +246,8 @@ class Watch:
             signals.waits = True
             if self._unrecorded:
                 self._record_rest()
+            if self._losses > ENOUGH_STEPS and not len(self.history) and error is None:
+                self._fail(self._no_step())
             self._store.close(raised)
             if self._check is not None:
                 self._check.end()
@@ -252,6 +255,15 @@ class Watch:
                 self._try_scalars(self._scalars.close)
         finally:
             signals.end()
+
+    def _no_step(self) -> str:
+        optimizer = self._optimizers[0]
+        inner = next((name for name, each in vars(optimizer).items() if isinstance(each, Optimizer)), "")
+        other = f", such as optimizer.{inner}" if inner else ""
+        return (
+            f"no step was recorded, since {type(optimizer).__name__}.step was not called, though w.loss was, "
+            f"{count(self._losses, 'time')}. Pass the optimizer whose step the loop calls{other}."
+        )
 
     def batches(self, loader: Iterable[T]) -> Iterator[T]:
         """Return an iterator over the batches of a loader, which keeps those of a step until it is over.
@@ -302,6 +314,7 @@ class Watch:
         if not isinstance(value, Tensor):
             raise TypeError(f"loss({value!r}): expected the tensor that backward starts from, before .item().")
         self._look.see_loss(value)
+        self._losses += 1
         # A loss on a device is read later, so that nothing waits in the middle of a step.
         self._loss = value.item() if value.is_cpu and value.numel() == 1 else value.detach()
         return value
@@ -735,7 +748,8 @@ def watch(
         loss, step: how a step runs again, as `amplab.xray` takes them: `loss(model(inputs), labels)`, or `step(batch)`.
             With one of them and ``w.batches(loader)``, skipped steps run again and are explained; if no scaler
             skips steps, those with a loss of inf or NaN.
-        log: folder or .jsonl file of the run log, which `amplab.lab.load_run` reads; None for no log.
+        log: folder or .jsonl file of the run log, which `amplab.lab.load_run` reads; None for no log. With torch's
+            GradScaler a step is known, and in the log, when the next forward begins or the block ends.
         every: count the exponents of the gradients in every such step. The largest gradient is measured in every 16th
             step as well, so that replays of the history with other scales know most steps.
         tensorboard: folder of scalars for TensorBoard, which must be installed.

@@ -55,14 +55,14 @@ class OptimizerState(NamedTuple):
         stepped: the values of its parameters.
         slots: those of the other tensors in its state and settings.
         containers: restore the dicts and lists around them.
-        attributes: its own, such as a count of steps; None for a class of torch's, which has its state elsewhere.
+        attributes: its own, such as a count of steps, or what a scheduler of torch's has put there.
     """
 
     optimizer: Optimizer
     stepped: list[TensorCopy]
     slots: list[TensorCopy]
     containers: list[Callable[[], object]]
-    attributes: dict[str, Any] | None
+    attributes: dict[str, Any]
 
     @classmethod
     def of(cls, optimizer: Optimizer) -> OptimizerState:
@@ -71,8 +71,7 @@ class OptimizerState(NamedTuple):
         found, containers = _contents([optimizer.state, optimizer.param_groups])
         parameters = {id(copy.tensor) for copy in stepped}
         slots = [TensorCopy.of(tensor) for tensor in found if id(tensor) not in parameters]
-        attributes = None if type(optimizer).__module__.startswith("torch.") else dict(vars(optimizer))
-        return cls(optimizer, stepped, slots, containers, attributes)
+        return cls(optimizer, stepped, slots, containers, dict(vars(optimizer)))
 
     def is_unmoved(self) -> bool:
         """Whether no parameter has changed. Sync: one for each."""
@@ -83,8 +82,7 @@ class OptimizerState(NamedTuple):
         try:
             restore_all([*self.stepped, *self.slots])
         finally:
-            if self.attributes is not None:
-                rebind(vars(self.optimizer), self.attributes)
+            rebind(vars(self.optimizer), self.attributes)
             for restore in self.containers:
                 restore()
 

@@ -84,6 +84,33 @@ def test_a_wrapper_of_an_optimizer_that_has_no_hooks_of_its_own():
     assert w.config.optimizer == "SGD"
 
 
+@pytest.mark.filterwarnings("ignore:amplab.watch")
+def test_an_optimizer_whose_step_is_never_called_is_named_with_the_one_inside():
+    class Sharp(torch.optim.Optimizer):
+        """Two steps of its own, and one of another optimizer, as in usual implementations of SAM."""
+
+        def __init__(self, params, base, **options):
+            super().__init__(params, options)
+            self.base_optimizer = base(self.param_groups, **options)
+            self.param_groups = self.base_optimizer.param_groups
+
+        def second_step(self):
+            self.base_optimizer.step()
+
+    model = nn.Linear(4, 2)
+    optimizer = Sharp(model.parameters(), torch.optim.SGD, lr=0.1)
+    with watch(model, optimizer) as w:
+        for _ in range(8):
+            w.loss(model(torch.ones(3, 4)).square().sum()).backward()
+            optimizer.second_step()
+    (said,) = w.failures
+    assert "Sharp.step was not called, though w.loss was, 8 times" in said
+    assert said.endswith("such as optimizer.base_optimizer.")
+    with watch(model, optimizer.base_optimizer) as w:
+        optimizer.second_step()
+    assert (len(w.history), w.failures) == (1, ())
+
+
 def test_methods():
     with watch(*loop()) as w:
         with pytest.raises(TypeError, match=r"batches\(int\)"):

@@ -290,3 +290,20 @@ print(len(module._global_optimizer_pre_hooks), len(module._global_optimizer_post
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout == "1 1\n0 0\n"
+
+
+def test_a_tool_before_the_first_step_leaves_the_order_of_a_schedulers_calls_to_the_loop():
+    """The scheduler warns if it steps before its optimizer has; it notes on the optimizer that one has."""
+    model = nn.Linear(4, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1)
+    before = dict(vars(optimizer))
+
+    def train_step(x):
+        model(x).sum().backward()
+        optimizer.step()
+
+    amplab.doctor(model, torch.ones(2, 4), optimizer=optimizer, train_step=train_step)
+    assert vars(optimizer) == before
+    with pytest.warns(UserWarning, match="before `optimizer.step"):
+        schedule.step()
