@@ -42,13 +42,14 @@ class _StandIn(NamedTuple):
                 setattr(other, name, those)
         return cls(tensor, other, _address(tensor), hooks)
 
-    def begin(self) -> None:
+    def swap(self) -> None:
+        torch.clear_autocast_cache()  # in a region it has weak references to the weights, with which no swap is possible
         torch._C._swap_tensor_impl(self.tensor, self.other)
 
     def end(self) -> None:
         """Give back its own one; a second call does nothing."""
         if _address(self.tensor) != self.address:
-            torch._C._swap_tensor_impl(self.tensor, self.other)
+            self.swap()
         for name, those in self.hooks.items():
             if those is None and getattr(self.tensor, name) is not None:
                 setattr(self.tensor, name, None)  # a dict of the block's, which its own one does not know
@@ -68,7 +69,7 @@ def stand_ins(tensors: Iterable[Tensor], *, copied: bool = False) -> Iterator[No
             if tensor.is_leaf and type(tensor.data) is Tensor:
                 stand_in = _StandIn.of(tensor, tensor.detach().clone() if copied else tensor.data)
                 undo.add(stand_in.end)
-                stand_in.begin()
+                stand_in.swap()
         yield
 
 

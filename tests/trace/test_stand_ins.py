@@ -60,6 +60,18 @@ def test_hooks_run_in_the_block_and_after_it_as_before():
     assert calls[2:] == ["last", "accumulated", "first"]
 
 
+def test_in_a_region_of_torchs_autocast_whose_cache_refers_to_the_weights():
+    model, x = model_of().share_memory(), torch.ones(2, 4)
+    before = [each._cdata for each in model.parameters()]
+    with torch.autocast("cpu", torch.bfloat16):
+        loss = model(x).sum()
+        expected = torch.autograd.grad(loss, [*model.parameters()], retain_graph=True)
+        amplab.xray(model, x)
+        assert all(map(torch.equal, torch.autograd.grad(loss, [*model.parameters()]), expected))
+        assert torch.equal(model(x).sum(), loss)
+    assert [each._cdata for each in model.parameters()] == before
+
+
 def test_an_error_while_parameters_change_gives_all_of_them_back():
     model = model_of()
     before = [each._cdata for each in model.parameters()]
