@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from amplab.diagnose.observed_step.tensor_summary import Measurements
 from amplab.diagnose.observed_step.values import measured_in, writes_values
 from amplab.formats import LOW_PRECISION_DTYPES
+from amplab.formats.stored_values import stored_values
 from amplab.policies.nested_tensors import map_tensors
 from amplab.trace.argument_checks import check_loss, check_step
 from amplab.trace.as_found import leaves_as_found
@@ -119,7 +120,7 @@ def gradients_of(
     ):
         found = {name: each.grad for name, each in model.named_parameters() if each.grad is not None}
         found = {name: grad for name, grad in found.items() if not grad.is_complex()}
-        return {name: _values(grad).float() / loss_scale for name, grad in found.items()}
+        return {name: stored_values(grad).float() / loss_scale for name, grad in found.items()}
 
 
 @dataclass(frozen=True)
@@ -282,14 +283,10 @@ def _chosen(model: nn.Module, number_format: torch.dtype | None) -> AbstractCont
 @torch.no_grad()
 def _result_of(model: nn.Module, loss: Tensor, loss_scale: float) -> RerunResult:
     named = [(name, parameter.grad) for name, parameter in model.named_parameters() if parameter.grad is not None]
-    norms = [torch.linalg.vector_norm(_values(grad).float()).to(loss.device) for _, grad in named]
+    norms = [torch.linalg.vector_norm(stored_values(grad).float()).to(loss.device) for _, grad in named]
     figures = torch.stack([loss.detach().reshape(()).float(), *norms]).tolist()
     bad = tuple(name for (name, _), norm in zip(named, figures[1:], strict=True) if not math.isfinite(norm))
     return RerunResult(figures[0], bad, math.hypot(*figures[1:]) / loss_scale)
-
-
-def _values(grad: Tensor) -> Tensor:
-    return grad.coalesce().values() if grad.is_sparse else grad
 
 
 @contextmanager

@@ -160,7 +160,7 @@ class Checkpoints:
     def _replace(self, experiment: Experiment) -> None:
         with _guard:
             if self._step < 0 and self.path.exists() and not _is_checkpoint(self.path):
-                raise FileExistsError("the file there is none of the lab's, and stays as it is; move it elsewhere")
+                raise FileExistsError("the lab did not write the file there and does not replace it; move it elsewhere")
             _hold(self.log)
             experiment.save(self.path, {"log_bytes": self.log.stat().st_size, "saved": datetime.now().isoformat()})
             if self._step < 0:

@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from amplab.formats import ExponentHistogram, exponent_histogram
+from amplab.formats.stored_values import stored_values
 from amplab.scalers.unscaler import is_sharded, local_shard
 
 __all__ = ["GradientMeasure"]
@@ -121,6 +122,5 @@ def _stepped(optimizer: Optimizer) -> list[Tensor]:
 
 def _dense(grad: Tensor) -> Tensor:
     """Return the numbers of a gradient: the shard here, the values of a sparse one, the parts of a complex one."""
-    grad = local_shard(grad)
-    values = grad.coalesce().values() if grad.is_sparse else grad
+    values = stored_values(local_shard(grad))
     return torch.view_as_real(values) if values.is_complex() else values

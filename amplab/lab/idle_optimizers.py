@@ -12,6 +12,7 @@ from amplab.diagnose import Finding
 from amplab.diagnose.remedies.api_styles import Api, ApiStyle
 from amplab.diagnose.rules.updates import never_stepped
 from amplab.diagnose.train_step.masters import model_parameters
+from amplab.formats.stored_values import stored_values
 from amplab.scalers.unscaler import local_shard
 from amplab.trace.untouched import unless_undone
 
@@ -82,6 +83,4 @@ def _stepped(optimizer: Optimizer) -> list[Tensor]:
 
 
 def _norm(grad: Tensor) -> float:
-    grad = local_shard(grad)
-    values = grad.coalesce().values() if grad.is_sparse else grad
-    return float(torch.linalg.vector_norm(values.float()).item())
+    return float(torch.linalg.vector_norm(stored_values(local_shard(grad)).float()).item())

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from amplab.diagnose import Finding
 from amplab.diagnose.catalogue import finding
+from amplab.formats.stored_values import stored_values
 from amplab.lab.events import StepRecord
 from amplab.policies.nested_tensors import floating_tensors_in
 from amplab.scalers.unscaler import local_shard
@@ -79,8 +80,7 @@ class StepCheck:
 
 
 def _is_finite(tensor: Tensor) -> Tensor:
-    tensor = local_shard(tensor.detach())
-    return torch.isfinite(tensor.coalesce().values() if tensor.is_sparse else tensor).all()
+    return torch.isfinite(stored_values(local_shard(tensor.detach()))).all()
 
 
 def _first_bad(flags: Sequence[tuple[str, Tensor]]) -> str | None:

@@ -33,6 +33,7 @@ from torch import Tensor, nn
 from amplab.amp import ScaleRecord, Session
 from amplab.amp.backward.gradients import bookkeeping
 from amplab.formats.exponents import BINS, LOWEST_EXPONENT
+from amplab.formats.stored_values import stored_values
 from amplab.kernels import TensorStats, tensor_stats
 from amplab.scalers import DynamicScale
 
@@ -492,7 +493,7 @@ def _gradients(session: Session, optimizer: torch.optim.Optimizer) -> Iterable[T
     for weight in session.master_params(optimizer):
         grad = weight.grad
         if grad is not None and grad.is_floating_point():
-            yield grad.coalesce().values() if grad.is_sparse else grad
+            yield stored_values(grad)
 
 
 def _first_floating(value: Any) -> Tensor | None:

@@ -45,6 +45,7 @@ from amplab.diagnose.rules.parameters import adam_on_half, nonfinite_buffers
 from amplab.display.html import page
 from amplab.display.numbers import count, short_text
 from amplab.formats import ExponentHistogram
+from amplab.formats.stored_values import stored_values
 from amplab.lab.events import GradientRecord, GradientSample, MixedScales, StepRecord, StepRow
 from amplab.lab.findings import LOOK_BACK, observed_run, with_explained
 from amplab.lab.gradient_measure import GradientMeasure
@@ -714,9 +715,8 @@ def _names_by_place(model: nn.Module, optimizers: Sequence[Optimizer]) -> dict[s
 
 def _is_finite(parameter: Tensor) -> bool:
     """Whether its gradient is finite. Sync: one."""
-    grad = None if parameter.grad is None else local_shard(parameter.grad)
-    values = grad.coalesce().values() if grad is not None and grad.is_sparse else grad
-    return values is None or bool(torch.isfinite(values).all())
+    grad = parameter.grad
+    return grad is None or bool(torch.isfinite(stored_values(local_shard(grad))).all())
 
 
 def _value(loss: float | Tensor | None) -> float | None:

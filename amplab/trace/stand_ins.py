@@ -43,7 +43,7 @@ class _StandIn(NamedTuple):
         return cls(tensor, other, _address(tensor), hooks)
 
     def swap(self) -> None:
-        torch.clear_autocast_cache()  # in a region it has weak references to the weights, with which no swap is possible
+        torch.clear_autocast_cache()  # its weak references to the weights in a region would let the swap fail
         torch._C._swap_tensor_impl(self.tensor, self.other)
 
     def end(self) -> None:

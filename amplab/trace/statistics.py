@@ -17,6 +17,7 @@ from amplab import kernels
 from amplab.formats import ExponentHistogram
 from amplab.formats.exponents import HIGHEST_EXPONENT, LOWEST_EXPONENT
 from amplab.formats.kept_property import kept_property
+from amplab.formats.stored_values import stored_values
 from amplab.kernels import StatsTable, TensorStats, tensor_stats
 from amplab.trace.reasons import change_of_dtype, is_view
 from amplab.trace.recorder import Event
@@ -152,7 +153,7 @@ def _joined(parts: list[tuple[list[_Owner], StatsTable]]) -> tuple[list[_Owner],
 
 def _dense(grad: Tensor) -> Tensor:
     """The numbers of a gradient: the values of a sparse one, the real view of a complex one."""
-    values = grad.coalesce().values() if grad.is_sparse else grad
+    values = stored_values(grad)
     return torch.view_as_real(values) if values.is_complex() else values
 
 

@@ -304,7 +304,7 @@ def test_a_checkpoint_does_not_replace_a_file_of_others(tmp_path: Path, listen) 
     assert trainer.wait(10)
     assert other.read_bytes() == before
     (failed,) = ear.of(Failed)
-    assert "the file there is none of the lab's, and stays as it is; move it elsewhere" in failed.text
+    assert "the lab did not write the file there and does not replace it; move it elsewhere" in failed.text
     assert len(load_run(tmp_path / "run.jsonl").history) == 3
 
 

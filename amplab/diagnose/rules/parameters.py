@@ -22,6 +22,7 @@ from amplab.diagnose.finding import Finding
 from amplab.diagnose.observed_step.tensor_summary import HALF_UNDERFLOWS
 from amplab.diagnose.observed_step.values import ObservedStep
 from amplab.diagnose.train_step.masters import half_and_master, model_parameters
+from amplab.formats.stored_values import stored_values
 
 __all__ = ["adam_on_half", "nonfinite_buffers", "parameter_findings"]
 
@@ -118,17 +119,10 @@ def nonfinite_buffers(model: nn.Module) -> Iterator[Finding]:
     """
     for path, module in model.named_modules():
         is_norm = isinstance(module, _NormBase)
-        buffers = {name: _stored(buffer) for name, buffer in module.named_buffers(recurse=False)}
+        buffers = {name: stored_values(buffer) for name, buffer in module.named_buffers(recurse=False)}
         bad = {name: values for name, values in buffers.items() if _is_bad(values, is_norm)}
         if bad and all(bool(each.detach().isfinite().all()) for each in model.parameters()):
             yield _nonfinite_buffer(path, bad, is_norm=is_norm)
-
-
-def _stored(buffer: Tensor) -> Tensor:
-    """Return the elements that are in memory, of a sparse or jagged tensor too; none of another nested one."""
-    if buffer.layout is torch.strided:
-        return torch.empty(0) if buffer.is_nested else buffer
-    return buffer.coalesce().values() if buffer.layout is torch.sparse_coo else buffer.values()
 
 
 def _is_bad(values: Tensor, statistics: bool) -> bool:

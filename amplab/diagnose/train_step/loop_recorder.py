@@ -34,6 +34,7 @@ from amplab.diagnose.train_step.rehearsal import (
 from amplab.diagnose.train_step.schedules import ScheduleWatch
 from amplab.diagnose.train_step.weight_averages import WeightAverages
 from amplab.formats import LOW_PRECISION_DTYPES
+from amplab.formats.stored_values import stored_values
 from amplab.policies.nested_tensors import tensors_in
 from amplab.policies.signals import DeferredSignals
 from amplab.trace.as_found import Undo, remove_hook
@@ -534,7 +535,7 @@ def _written_by(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Ite
 @torch.no_grad()
 def norm_of(grad: Tensor) -> float:
     """Return the Euclidean norm of a gradient, computed in float64. Sync: one."""
-    values = grad.coalesce().values() if grad.is_sparse else grad
+    values = stored_values(grad)
     values = torch.view_as_real(values) if values.is_complex() else values
     norm: float = torch.linalg.vector_norm(values, dtype=torch.float64).item()
     return norm
