@@ -66,7 +66,8 @@ def run_script(path: str | Path, arguments: Sequence[str] = (), *, device: str |
     sys.argv = [os.fspath(path), *arguments]
     accept_both_spellings()
     _set_first_path(os.path.dirname(os.path.realpath(path)))
-    main = _main_module(os.path.join(os.getcwd(), path))  # not normalized, as python leaves it
+    here = "" if os.path.isabs(path) else os.getcwd()  # which may have been deleted
+    main = _main_module(os.path.join(here, path))  # not normalized, as python leaves it
     sys.modules["__main__"] = main
     try:
         code = compile(source, main.__dict__["__file__"], "exec", dont_inherit=True)

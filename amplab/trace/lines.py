@@ -7,6 +7,7 @@ the user's is decided once for each file.
 import linecache
 import sys
 import sysconfig
+from contextlib import suppress
 from functools import cache
 from pathlib import Path
 from types import FrameType
@@ -94,4 +95,7 @@ def _short(file: str) -> str:
         return file
     if path.parent.name.startswith("ipykernel_"):
         return "cell"
-    return path.name if path.parent == Path.cwd() else "/".join(path.parts[-2:])
+    with suppress(OSError):  # the working folder was deleted
+        if path.parent == Path.cwd():
+            return path.name
+    return "/".join(path.parts[-2:])

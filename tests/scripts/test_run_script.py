@@ -202,3 +202,13 @@ def test_an_error_with_a_known_remedy_is_followed_by_it(folder, monkeypatch, lin
     if "TORCH" in advice:
         monkeypatch.setenv("TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD", "1")
         assert run("-m", "amplab", "run", "fails.py", cwd=folder).stdout == "1\n"
+
+
+@pytest.mark.skipif(os.name != "posix", reason="a working folder cannot be deleted there")
+def test_a_script_runs_in_a_working_folder_that_was_deleted(tmp_path, monkeypatch):
+    (tmp_path / "script.py").write_text("print('ran')", encoding="utf-8")
+    (tmp_path / "gone").mkdir()
+    monkeypatch.chdir(tmp_path / "gone")
+    (tmp_path / "gone").rmdir()
+    ended = run("-m", "amplab", "run", str(tmp_path / "script.py"), cwd=None)
+    assert (ended.returncode, ended.stdout) == (0, "ran\n"), ended.stderr

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from amplab.trace import CodeLine, trace_step, xray
+from amplab.trace import CodeLine, lines, trace_step, xray
 from amplab.trace.lines import user_line
 
 
@@ -101,3 +101,14 @@ def test_equal_records_from_different_lines_are_equal():
     second = trace_step(model, lambda: model(torch.ones(1, 2)).sum())
     assert first == second
     assert [record.line for record in first] != [record.line for record in second]
+
+
+def test_a_working_folder_that_was_deleted(monkeypatch, tmp_path):
+    (tmp_path / "gone").mkdir()
+    monkeypatch.chdir(tmp_path / "gone")
+    (tmp_path / "gone").rmdir()
+    lines._short.cache_clear()
+    (op, *_) = xray(nn.Linear(2, 1), torch.ones(1, 2)).trace.records
+    assert op.op == "linear"
+    assert lines._short(__file__) == "trace/test_lines.py"
+    lines._short.cache_clear()
