@@ -45,7 +45,20 @@ def test_csv_holds_every_step_bit_for_bit(trained: Trainer) -> None:
 
 @pytest.mark.parametrize(
     "name",
-    ["=cmd|' /C calc'!A0", "+1", "-1", "@SUM(A1)", "\t=1", " =1", "\uff1d1", "'quoted", "a,b", 'a"b', "x.=1", "fc.weight"],
+    [
+        "=cmd|' /C calc'!A0",
+        "+1",
+        "-1",
+        "@SUM(A1)",
+        "\t=1",
+        " =1",
+        "\uff1d1",
+        "'quoted",
+        "a,b",
+        'a"b',
+        "x.=1",
+        "fc.weight",
+    ],
 )
 def test_csv_has_no_name_that_a_spreadsheet_runs(name: str) -> None:
     history = History()
