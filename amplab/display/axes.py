@@ -5,11 +5,11 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from html import escape
 
 from amplab.display.html import Markup
 from amplab.display.numbers import binary_power, short_text
 from amplab.display.palette import CURVES, PALETTE
+from amplab.display.text import escape
 
 __all__ = ["LEGEND_LINE", "Area", "curve_style", "legend", "round_part"]
 

@@ -13,7 +13,6 @@ from __future__ import annotations
 import math
 from collections.abc import Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from html import escape
 from itertools import pairwise
 from typing import TYPE_CHECKING
 
@@ -22,6 +21,7 @@ from amplab.display.drawings import range_edges
 from amplab.display.html import Markup, page, with_still
 from amplab.display.numbers import binary_power, power, raised_power
 from amplab.display.palette import PALETTE
+from amplab.display.text import escape
 
 if TYPE_CHECKING:
     import numpy as np

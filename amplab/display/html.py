@@ -8,11 +8,11 @@ import re
 from base64 import b64encode
 from collections.abc import Container, Iterable, Mapping, Sequence
 from functools import cache
-from html import escape
 from itertools import groupby
 from pathlib import Path
 
 from amplab.display.palette import palette_css
+from amplab.display.text import escape
 
 __all__ = ["Markup", "chip", "dtype_chips", "figures", "html_table", "key", "markup", "name", "page",
            "ribbon", "styled", "with_still"]  # fmt: skip

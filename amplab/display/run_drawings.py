@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Sequence
-from html import escape
 
 from amplab.display.axes import Area
 from amplab.display.html import Markup
+from amplab.display.text import escape
 
 __all__ = ["run_chart"]
 

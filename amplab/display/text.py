@@ -1,10 +1,11 @@
 """Plain text of at most 100 columns: wrapped sentences, and cells aligned in columns, without control characters."""
 
+import html
 import re
 import textwrap
 from collections.abc import Collection, Container, Iterator, Mapping, Sequence
 
-__all__ = ["WIDTH", "fitted", "labelled", "visible", "wrapped"]
+__all__ = ["CONTROLS", "WIDTH", "escape", "fitted", "labelled", "visible", "wrapped"]
 
 WIDTH = 100
 """The number of columns that fit in a notebook 1000 pixels wide."""
@@ -17,8 +18,8 @@ _BREAKS = re.compile(
 _WORDS = re.compile(r"(?<=_)(?=[^\W_])|(?<=\s)")
 _FOLDERS = re.compile(r"(?<=[/\s])")
 _UNIT = re.compile(r"(?<=\d) (?=[kMGT]?B\b)")
-# Control characters but tab and newline, what turns the direction of text, other ends of lines, and half of a pair.
-_CONTROLS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
+CONTROLS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
+"""Control characters but tab and newline, what turns the direction of text, other ends of lines, and half of a pair."""
 
 
 def visible(text: str) -> str:
@@ -27,7 +28,16 @@ def visible(text: str) -> str:
     >>> print(visible("a red \\x1b[31m word"))
     a red \\x1b[31m word
     """
-    return _CONTROLS.sub(lambda found: found[0].encode("unicode_escape").decode(), text)
+    return CONTROLS.sub(lambda found: found[0].encode("unicode_escape").decode(), text)
+
+
+def escape(text: str) -> str:
+    """Return text as HTML that a page can only show, with control characters as `visible` has them.
+
+    >>> print(escape("a \\x1b[31m <b>word</b>"))
+    a \\x1b[31m &lt;b&gt;word&lt;/b&gt;
+    """
+    return html.escape(visible(text))
 
 
 def wrapped(text: str, indent: int = 2) -> str:

@@ -11,7 +11,6 @@ import platform
 import re
 from collections.abc import Iterator
 from dataclasses import replace
-from html import escape
 from os import PathLike
 from pathlib import Path
 
@@ -25,6 +24,7 @@ from amplab.diagnose.finding_html import finding_html
 from amplab.display.html import Markup, dtype_chips, figures, html_table, markup, name, page
 from amplab.display.numbers import count, power, size
 from amplab.display.run_drawings import run_chart
+from amplab.display.text import escape
 from amplab.lab.config import ExperimentConfig
 from amplab.lab.history import History
 from amplab.lab.run_log import Run, create_free

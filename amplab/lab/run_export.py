@@ -10,21 +10,29 @@ import csv
 import io
 import json
 import math
+import re
 from collections.abc import Mapping
 from dataclasses import asdict
+from functools import lru_cache
 from typing import Any
 
 from amplab import __version__
+from amplab.display.text import visible
 from amplab.lab.events import StepRow
 from amplab.lab.history import COLUMNS, History
 
 __all__ = ["run_csv", "run_json"]
 
+_FORMULA = re.compile(r"['\t]|\s*[=+@\uff1d\uff0b\uff0d\uff20-]")  # the latter are = + - @ of full width
+
 
 def run_csv(history: History | Mapping[int, History]) -> str:
     """Return every step as a line of comma-separated values, below a line with the names of the columns.
 
-    A value that was not measured is empty; NaN and infinities are `nan`, `inf` and `-inf`.
+    A value that was not measured is empty; NaN and infinities are `nan`, `inf` and `-inf`. A text is one that no
+    program takes for a command: control characters are escapes such as `\\x1b`, and an apostrophe stands before a text
+    that a spreadsheet would take for a formula, and before one that begins with an apostrophe. Whoever reads the file
+    back removes one leading apostrophe.
 
     Args:
         history: The run; or those of several ranks by rank, as `Run.by_rank`, for a first column "rank".
@@ -34,7 +42,8 @@ def run_csv(history: History | Mapping[int, History]) -> str:
     writer.writerow([*(["rank"] if isinstance(history, Mapping) else []), *COLUMNS])
     for rank, each in [(None, history)] if isinstance(history, History) else [*history.items()]:
         for block in each.row_blocks():
-            writer.writerows(block if rank is None else ((rank, *row) for row in block))
+            rows = ([_harmless(value) if isinstance(value, str) else value for value in row] for row in block)
+            writer.writerows(rows if rank is None else ((rank, *row) for row in rows))
     return file.getvalue()
 
 
@@ -56,6 +65,12 @@ def run_json(history: History, config: object) -> str:
         "memory": _json([{"step": step, **asdict(used)} for step, used in history.memory]),
     }
     return "{" + ", ".join(f'"{name}": {text}' for name, text in entries.items()) + "}"
+
+
+@lru_cache(maxsize=1024)
+def _harmless(text: str) -> str:
+    shown = visible(text)
+    return f"'{shown}" if _FORMULA.match(shown) else shown
 
 
 def _json(value: Any) -> str:

@@ -2,7 +2,7 @@
 
 watched/1 model=Seq2Seq optimizer=Adam scaling=apex opt_level=O1
 
-Whitespace in a name, which a class that code has made can have, is percent-encoded.
+Whitespace and control characters in a name, which a class that code has made can have, are percent-encoded.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from dataclasses import dataclass, fields
 from urllib.parse import quote, unquote
 
 from amplab.diagnose.remedies.api_styles import ApiStyle
+from amplab.display.text import CONTROLS
 
 __all__ = ["NO_LEVEL", "WatchedRun"]
 
@@ -20,6 +21,7 @@ NO_LEVEL = "–"
 
 _START = "watched/1"
 _LONGEST_NAME = 1000
+_SPECIAL = re.compile(rf"[%\s]|{CONTROLS.pattern}")
 
 
 @dataclass(frozen=True)
@@ -66,4 +68,4 @@ class WatchedRun:
 
 
 def _encoded(name: str) -> str:
-    return re.sub(r"[%\s]", lambda found: quote(found[0]), name[:_LONGEST_NAME])
+    return _SPECIAL.sub(lambda found: quote(found[0], errors="replace"), name[:_LONGEST_NAME])

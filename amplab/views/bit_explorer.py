@@ -4,7 +4,6 @@ The widget has one `BitState`; each message of the page, and each method, replac
 `bit_explorer_payload.py` builds the payload; `bit_explorer.js` and `bit_explorer.css` draw it.
 """
 
-from html import escape
 from typing import Any
 
 import anywidget
@@ -12,6 +11,7 @@ import traitlets
 
 from amplab.display.numbers import value_text
 from amplab.display.palette import PALETTE
+from amplab.display.text import escape
 from amplab.views.assets import module, stylesheet
 from amplab.views.bit_explorer_payload import BitState, explorer_payload
 

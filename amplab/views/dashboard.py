@@ -8,6 +8,7 @@ builds payloads, and is the only one that changes widgets. `presenter.py` decide
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 
 import ipywidgets
 
@@ -62,8 +63,11 @@ class Dashboard(ipywidgets.VBox):  # type: ignore[misc]  # ipywidgets has no typ
         The same config gives the same run: seed, split and batches are part of it. If the experiment is already
         running, the cell waits for its next `steps` steps (fewer if it is paused) and leaves it running.
 
+        The report has fewer steps if the run is paused or stopped meanwhile. If another run takes its place, as after a
+        reset, only the steps of that run count.
+
         Raises:
-            RuntimeError: The experiment has failed or was stopped, or it was running and stopped before a step; or
+            RuntimeError: The experiment has failed or was stopped, or it was paused, stopped or reset before a step; or
                 another config was asked for, and the page waits for the choice between the two.
             ValueError: `steps` is not a whole number > 0.
         """
@@ -72,11 +76,7 @@ class Dashboard(ipywidgets.VBox):  # type: ignore[misc]  # ipywidgets has no typ
                 f"this lab shows {self.config()} at step {len(self.trainer.history)}, but {other} was asked for: "
                 f"choose one above the charts, or call lab.trainer.reset(config) or lab.trainer.run({steps})."
             )
-        if self.trainer.state == "running":
-            steps = wait_for_steps(self.trainer, steps)
-        else:
-            self.trainer.run(steps)
-        return run_report(self.trainer.config, self.trainer.history, steps)
+        return wait_for_steps(self.trainer, steps, None if self.trainer.state == "running" else self.trainer.run)
 
     def offer(self, wanted: ExperimentConfig | None = None) -> None:
         """Ask in the page whether to continue this experiment or to begin a new one.
@@ -107,20 +107,26 @@ class Dashboard(ipywidgets.VBox):  # type: ignore[misc]  # ipywidgets has no typ
         return f"<amplab lab at step {len(self.trainer.history)}: {self.config()}>"
 
 
-def wait_for_steps(trainer: Trainer, steps: int) -> int:
-    """Wait until a running trainer has made `steps` more steps; return how many it made.
+def wait_for_steps(trainer: Trainer, steps: int, run: Callable[[int], object] | None = None) -> RunReport:
+    """Wait until a running trainer has made `steps` more steps; return the report of those that it made.
 
     They are fewer if the trainer stops earlier. A reset starts the count again. An interrupt ends only the waiting.
+
+    Args:
+        trainer: The trainer.
+        steps: How many.
+        run: Called first, with `steps`, if the trainer is not running: its method `run`.
 
     Raises:
         RuntimeError: The trainer stopped before a step.
     """
     made, over = 0, threading.Event()
+    present = trainer.config, trainer.history  # of the steps made: a later reset leaves this history as it is
 
     def hear(event: Event) -> None:
-        nonlocal made
+        nonlocal made, present
         if isinstance(event, StepRecord):
-            made += 1
+            made, present = made + 1, (trainer.config, trainer.history)
         elif isinstance(event, ConfigChanged) and event.reset:
             made = 0
         if made >= steps or (isinstance(event, StateChanged) and event.state != "running"):
@@ -128,10 +134,12 @@ def wait_for_steps(trainer: Trainer, steps: int) -> int:
 
     unsubscribe = trainer.subscribe(hear)
     try:
+        if run is not None:
+            run(steps)
         while not over.wait(0.2) and trainer.state == "running":
             pass
     finally:
         unsubscribe()
     if made == 0:
         raise RuntimeError(f"run({steps}): the experiment stopped ({trainer.state}) before a step; call run() again.")
-    return min(made, steps)
+    return run_report(*present, min(made, steps))

@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Mapping
-from html import escape
 from typing import Any
 
 import anywidget
 import traitlets
 
+from amplab.display.text import escape
 from amplab.views.assets import module, stylesheet
 from amplab.views.explorable_controls import Choice, Slider
 

@@ -16,11 +16,13 @@ import traitlets
 from amplab.lab import History
 from amplab.lab.run_log.json_lines import is_number
 from amplab.views.assets import WEB, module, stylesheet
+from amplab.views.hearing import Hearing
 from amplab.views.live_payload import change_marks, frame_rows
 
 __all__ = [
     "Controls",
     "MOST_PAGES",
+    "MOST_UNANSWERED",
     "Gallery",
     "LiveView",
     "Message",
@@ -36,6 +38,11 @@ Message = dict[str, Any]
 
 MOST_PAGES = 64
 """Pages that a view remembers: one that is killed does not say that it closes."""
+
+MOST_UNANSWERED = 600
+"""Frames that a page may leave without an answer before it counts as lost, about a minute's."""
+
+_ASKED_EVERY = 100  # frames
 
 
 class Part(anywidget.AnyWidget):
@@ -87,6 +94,11 @@ class LiveView(Part):
         on_open: Called in the kernel's thread when a page opens the view.
         listener: Receives the other messages: {"type": "select", "step": the step, or None}.
 
+    Now and then a frame asks the pages for an answer, {"type": "seen", "view"}. A page that has crashed or lost its
+    connection gives none, and counts as closed after `MOST_UNANSWERED` frames: the Jupyter server keeps in memory what
+    is sent to it. Frames sent while the kernel can hear no page, as in a cell, do not count; see `hearing.py`. The next
+    message of the page opens it again.
+
     A page asks for a part of the run with {"type": "range", "view", "low", "high"}, or with "last" in place of both for
     the newest steps; "low" of None ends that.
 
@@ -99,7 +111,8 @@ class LiveView(Part):
     selected = traitlets.Int(None, allow_none=True).tag(sync=True)
 
     def __init__(self, on_open: Callable[[], None], listener: Callable[[Message], None] = lambda _: None) -> None:
-        self._pages: dict[str, None] = {}  # in the order of opening
+        self._pages: dict[str, int] = {}  # turns of the hearing at the last message, in its order
+        self._hearing = Hearing(self._forget_lost)
         self._ranges: dict[str, Message] = {}  # by page
         self._sent: dict[str, tuple[object, ...]] = {}  # the run and the steps that a page has
         self._overlaid: object = None  # the version of the overlays that every page has
@@ -113,7 +126,9 @@ class LiveView(Part):
 
     def _on_page(self, message: Message) -> None:
         match message:
-            case {"type": "hello", "view": str(view)}:
+            case {"type": "seen", "view": str(view)} if view in self._pages:
+                self._see(view)
+            case {"type": "hello" | "seen", "view": str(view)}:
                 self._see(view)
                 self._overlaid = None
                 self._on_open()
@@ -130,9 +145,14 @@ class LiveView(Part):
     def _see(self, view: str) -> None:
         """Count a page as open, and the one that was heard of longest ago as closed if there are too many."""
         self._pages.pop(view, None)
-        self._pages[view] = None
+        self._pages[view] = self._hearing.turns
         if len(self._pages) > MOST_PAGES:
             self._forget(next(iter(self._pages)))
+
+    def _forget_lost(self, turns: int) -> None:
+        """Count the pages as closed that were not heard of for too long."""
+        for view in [view for view, heard in [*self._pages.items()] if turns - heard > MOST_UNANSWERED]:
+            self._forget(view)
 
     def _forget(self, view: str) -> None:
         self._pages.pop(view, None)
@@ -148,7 +168,9 @@ class LiveView(Part):
         """
         for view, wanted in self._ranges.items():
             self._draw_range(view, wanted, history)
-        self._send_rows(frame_rows(history), kind="frame", changes=change_marks(history), summary=summary)
+        asks = self._hearing.ask() % _ASKED_EVERY == 1
+        rows, marks = frame_rows(history), change_marks(history)
+        self._send_rows(rows, kind="frame", changes=marks, summary=summary, asks=asks)
 
     def overlay(self, version: object, lines: Callable[[], list[tuple[dict[str, object], np.ndarray]]]) -> None:
         """Draw the lines of other runs behind the present one, unless the pages have this version of them.

@@ -17,13 +17,13 @@ changes widgets.
 
 from __future__ import annotations
 
-from html import escape
 from typing import Any
 
 import ipywidgets
 
 from amplab import kernels
 from amplab.display.html import page
+from amplab.display.text import escape
 from amplab.lab import ExperimentConfig, History, Run, Watch
 from amplab.lab.tasks import score_named
 from amplab.lab.watched_run import NO_LEVEL

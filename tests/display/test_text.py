@@ -2,8 +2,10 @@
 
 import pytest
 
+from amplab.display.html import markup, name
 from amplab.display.numbers import number, size
-from amplab.display.text import WIDTH, fitted, labelled, visible, wrapped
+from amplab.display.table import Column, Table
+from amplab.display.text import WIDTH, escape, fitted, labelled, visible, wrapped
 
 
 def test_a_table_that_fits_is_left_alone():
@@ -79,3 +81,17 @@ def test_no_control_character_reaches_a_terminal(control):
 def test_letters_of_any_script_stay():
     text = "naïve Σ 数值 العربية 👩‍🔬\n\tindented"
     assert visible(text) == text
+
+
+@pytest.mark.parametrize("text", ["fc.weight", "two\n\tlines", "\u05e9\u05dc\u05d5\u05dd", "\U0001f642"])
+def test_text_without_control_characters_is_shown_as_it_is(text):
+    assert visible(text) == escape(text) == text
+
+
+def test_html_shows_control_characters_as_escapes():
+    hostile = "\x1b[2J\u202e<b>\u2066"
+    shown = r"\x1b[2J\u202e&lt;b&gt;\u2066"
+    column = Column("module", as_html=name)
+    assert shown in Table((column, hostile), [(hostile, hostile)]).html()
+    assert visible(Table((column, hostile), [(hostile, hostile)], caption=hostile).html()).count(shown) == 5
+    assert shown in markup(hostile)

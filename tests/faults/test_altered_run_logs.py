@@ -58,7 +58,7 @@ def use(run):
     """Everything that the library does with a run; what it prints has no control characters."""
     found = run.findings()
     printed = [str(run), repr(run.findings()), str(found), *map(repr, found)]
-    assert found._repr_html_()
+    printed.append(found._repr_html_())
     assert (run.explained, run.states, run.end, run.differences, run.by_rank) is not None
     history = run.history
     assert len(history.records()) == len(history)
@@ -69,11 +69,12 @@ def use(run):
     if len(history):
         replays = run.replay()
         printed.append(str(replays))
-        assert replays._repr_html_()
+        printed.append(replays._repr_html_())
     for text in printed:
         assert visible(text) == text
     assert json.loads(run_json(history, run.config))["columns"]
-    assert run_csv(run.by_rank or history)
+    for text in (run_csv(run.by_rank or history), report_html(run)):
+        assert visible(text) == text
     assert report_html(run).encode().startswith(b"<!")
 
 

@@ -5,7 +5,7 @@ import test from "node:test";
 
 import { pieces } from "../../amplab/views/web/bit_explorer.js";
 import { changeNote, exponentOf, faultNote, optionOf, powerOfTwo, speedPosition, speedText } from "../../amplab/views/web/controls.js";
-import { arrowTarget } from "../../amplab/views/web/elements.js";
+import { arrowTarget, visible } from "../../amplab/views/web/elements.js";
 
 test("an exponent becomes a number where float64 has it, else text that a refusal can quote", () => {
   assert.equal(powerOfTwo(16), 65536);
@@ -24,6 +24,12 @@ test("the note below the faults says what will happen next", () => {
   assert.match(faultNote(["overflow", "nan"], false, false), /^Overflow and NaN/);
   assert.match(faultNote([], true, true), /Underflow/);
   assert.equal(faultNote(["nan"], false, true), faultNote([], false, true));
+});
+
+test("control characters, and what turns the direction of text, are shown as the kernel shows them", () => {
+  const hostile = "a\x1b[2J\x9b\r\u202eb\u2066\u200f\u061c\u2028\ud800";
+  assert.equal(visible(hostile), "a\\x1b[2J\\x9b\\r\\u202eb\\u2066\\u200f\\u061c\\u2028\\ud800");
+  for (const text of ["fc.weight", "2⁻¹⁴ → ×3, ≠", "two\n\tlines", "שלום", "🙂"]) assert.equal(visible(text), text);
 });
 
 test("arrow keys wrap around, and other keys or other elements move nothing", () => {

@@ -145,6 +145,16 @@ def test_a_log_of_a_class_with_any_name_loads(tmp_path, name):
     assert load_run(log.path).config == WatchedRun(name[:1000], "Adam(a=1, b=2)", "apex", "O2")
 
 
+def test_the_name_of_a_watched_class_has_no_control_characters_in_what_is_shown(tmp_path: Path) -> None:
+    name = "N\x1b[2J\x9b\u202eet\u2066"
+    log = RunLog(tmp_path / "run.jsonl", WatchedRun(name, "Adam", "apex", "O2"))
+    log.close()
+    shown = str(load_run(log.path).config)
+    assert shown == "watched/1 model=N%1B[2J%C2%9B%E2%80%AEet%E2%81%A6 optimizer=Adam scaling=apex opt_level=O2"
+    assert WatchedRun.parse(shown).model == name
+    assert str(WatchedRun("\ud800", "Adam", "apex")).split()[1] == "model=%3F"  # half of a pair is no character
+
+
 def test_the_scales_of_a_step_come_back_in_a_line_of_their_own(tmp_path):
     log = RunLog(tmp_path / "run.jsonl", CONFIG)
     mixed = MixedScales(0, (65536.0, 2.0**-149, math.inf))

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 import amplab
-from amplab.lab import ExperimentConfig, Trainer, load_run, report, run_csv, run_json
+from amplab.lab import ExperimentConfig, StepRecord, Trainer, load_run, report, run_csv, run_json
 from amplab.lab.history import COLUMNS, History
 
 
@@ -41,6 +41,42 @@ def test_csv_holds_every_step_bit_for_bit(trained: Trainer) -> None:
         expected = trained.history.column(name).tolist()
         assert all(a == b or (math.isnan(a) and math.isnan(b)) for a, b in zip(written, expected, strict=True))
     assert [row["skipped"] for row in rows].count("True") == trained.history.skip_count == 2
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "=cmd|' /C calc'!A0",
+        "+1",
+        "-1",
+        "@SUM(A1)",
+        "\t=1",
+        " =1",
+        "\uff1d1",
+        "'quoted",
+        "a,b",
+        'a"b',
+        "x.=1",
+        "fc.weight",
+    ],
+)
+def test_csv_has_no_name_that_a_spreadsheet_runs(name: str) -> None:
+    history = History()
+    history.append(StepRecord(0, -1.5, 2.0, -math.inf, True, name, "-", None, 0.1, name, -3.0))
+    [row] = csv.DictReader(io.StringIO(run_csv(history)))
+    assert row["first_nonfinite"].lstrip()[0] not in "=+-@\uff1d"
+    assert row["first_nonfinite"] == row["injected"]
+    assert row["first_nonfinite"].removeprefix("'") == name
+    assert row["opt_level"] == "'-"
+    assert (row["loss"], row["next_loss_scale"], row["grad_exponent"]) == ("-1.5", "-inf", "-3.0"), "numbers stay"
+
+
+def test_csv_shows_control_characters_as_escapes() -> None:
+    history = History()
+    history.append(StepRecord(0, 1.0, 2.0, 2.0, True, "a\x1b[2J\x9b\u202eb\u2066\r=1", "O1", None, 0.1, "\r=1", 3.0))
+    [row] = csv.DictReader(io.StringIO(run_csv(history)))
+    assert row["first_nonfinite"] == r"a\x1b[2J\x9b\u202eb\u2066\r=1"
+    assert row["injected"] == r"\r=1"
 
 
 def test_json_holds_the_run_and_the_string_that_repeats_it(trained: Trainer) -> None:

@@ -2,6 +2,7 @@
 
 import threading
 import time
+from collections.abc import Callable
 from datetime import datetime
 
 import numpy as np
@@ -386,7 +387,7 @@ def test_run_waits_for_a_run_that_is_going_on(lab: Dashboard) -> None:
 def test_it_waits_for_so_many_steps_and_lets_them_run_on(trainer: Trainer) -> None:
     trainer.start()
     begun = len(trainer.history)
-    assert wait_for_steps(trainer, 20) == 20
+    assert wait_for_steps(trainer, 20).steps == 20
     assert len(trainer.history) >= begun + 20
     assert trainer.state == "running"
 
@@ -395,9 +396,56 @@ def test_a_pause_ends_the_waiting(trainer: Trainer, until) -> None:
     trainer.start()
     until(lambda: len(trainer.history) > 2)
     threading.Timer(0.3, trainer.pause).start()
-    assert 0 < wait_for_steps(trainer, 1_000_000) < 1_000_000
+    assert 0 < wait_for_steps(trainer, 1_000_000).steps < 1_000_000
 
 
 def test_a_run_that_stops_before_a_step_is_an_error(trainer: Trainer) -> None:
     with pytest.raises(RuntimeError, match=r"run\(5\): .*\(ready\)"):
         wait_for_steps(trainer, 5)
+
+
+def press_at(trainer: Trainer, step: int, press: Callable[[], object]) -> None:
+    """Call `press` in another thread, as the page does, once the trainer has made a step of this number."""
+    reached = threading.Event()
+    trainer.subscribe(lambda event: reached.set() if getattr(event, "step", 0) >= step else None)
+
+    def wait_and_press() -> None:
+        assert reached.wait(30)
+        press()
+
+    threading.Thread(target=wait_and_press, daemon=True).start()
+
+
+@pytest.mark.parametrize("press", ["pause", "step", "stop"])
+@pytest.mark.parametrize("before", [0, 3000])  # fewer and as many as the cell asks for
+def test_a_run_in_a_cell_that_the_page_ends_reports_the_steps_it_made(lab: Dashboard, press: str, before: int) -> None:
+    trainer = lab.trainer
+    if before:
+        lab.run(steps=before)
+    press_at(trainer, before + 20, getattr(trainer, press))
+    report = lab.run(steps=before or 100_000)
+    history = trainer.history
+    assert report.steps == len(history) - before
+    assert (report.total, report.first_loss) == (len(history), history.record(before).loss)
+
+
+def test_a_run_in_a_cell_that_the_page_resets_reports_no_step_of_the_run_before(lab: Dashboard) -> None:
+    trainer = lab.trainer
+    press_at(trainer, 20, trainer.reset)
+    with pytest.raises(RuntimeError, match=r"run\(100000\): the experiment stopped \(ready\) before a step"):
+        lab.run(steps=100_000)
+    first = trainer.kept.runs[0]
+    before = len(first.history)
+    press_at(trainer, 20, lambda: trainer.continue_from(first))
+    report = lab.run(steps=1500)
+    assert report.total == len(first.history) == len(trainer.history)
+    assert report.steps == report.total - before < 1500, "the steps of the run that it replaced do not count"
+
+    def again() -> None:
+        trainer.reset(trainer.config.changed(lr=0.2))
+        trainer.start(7)
+
+    press_at(trainer, len(trainer.history) + 20, again)
+    report = lab.run(steps=100_000)
+    assert report.steps == report.total == len(trainer.history) <= 7  # a step that is not done yet counts as one of 7
+    assert "lr=0.2" in report.config

@@ -1,5 +1,7 @@
 // A canvas in the size of its box, at the resolution of the screen; its colors, and the scheduling of its drawings.
 
+import { visible } from "./elements.js";
+
 const CURVES = ["curve-2", "curve-3", "curve-4", "curve-5", "curve-6", "curve-7"];
 
 /** The colors and the font that the style sheet gives to an element. Themes change, so read them at each drawing. */
@@ -74,7 +76,7 @@ export class Surface {
     pen.fillStyle = color;
     pen.textAlign = align;
     pen.textBaseline = "middle";
-    pen.fillText(text, x, y);
+    pen.fillText(visible(text), x, y);
   }
 
   /** Write 2 to the power of `exponent`, its right edge or its middle at `x`. */

@@ -278,7 +278,7 @@ function configLine() {
     if (navigator.clipboard) navigator.clipboard.writeText(text.textContent).then(copied);
     else getSelection().selectAllChildren(text);
   });
-  return { box: block("Configuration", text, null, copy), show: (value) => { write(text, value); text.title = value; } };
+  return { box: block("Configuration", text, null, copy), show: (value) => { write(text, value); text.title = text.textContent; } };
 }
 
 function render({ model, el }) {

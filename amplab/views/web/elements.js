@@ -1,20 +1,37 @@
 // The elements that every view is built from.
 
+// As in amplab/display/text.py: control characters but tab and newline, what turns the direction of text, other ends of
+// lines, and half of a pair.
+const UNSEEN = /(?![\t\n])[\p{Cc}\p{Cs}\p{Zl}\p{Zp}\p{Bidi_Control}]/gu;
+const READ_ALOUD = new Set(["title", "aria-label"]);
+
+/** Text that a page can only show: the control characters in a name of a log as escapes. */
+export function visible(text) {
+  return text.replace(UNSEEN, (found) => {
+    const code = found.charCodeAt(0).toString(16);
+    return found === "\r" ? "\\r" : code.length > 2 ? `\\u${code.padStart(4, "0")}` : `\\x${code.padStart(2, "0")}`;
+  });
+}
+
 /** Make an element. Attributes that start with "on" are listeners; null, undefined and false attributes are left out. */
 export function h(tag, attributes = {}, ...children) {
   const node = document.createElement(tag);
   for (const [name, value] of Object.entries(attributes)) {
     if (name.startsWith("on")) node.addEventListener(name.slice(2), value);
     else if (value === true) node.setAttribute(name, "");
-    else if (value !== false && value !== null && value !== undefined) node.setAttribute(name, value);
+    else if (value !== false && value !== null && value !== undefined) {
+      node.setAttribute(name, READ_ALOUD.has(name) ? visible(String(value)) : value);
+    }
   }
-  node.append(...children.flat().filter((child) => child !== null && child !== undefined && child !== false));
+  const shown = children.flat().filter((child) => child !== null && child !== undefined && child !== false);
+  node.append(...shown.map((child) => (typeof child === "string" ? visible(child) : child)));
   return node;
 }
 
 /** Write text only where it changed: a screen reader announces every write, and every write costs a layout. */
 export function write(node, text) {
-  if (node.textContent !== text) node.textContent = text;
+  const shown = visible(String(text ?? ""));
+  if (node.textContent !== shown) node.textContent = shown;
 }
 
 const SVG = "http://www.w3.org/2000/svg";

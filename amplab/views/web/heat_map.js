@@ -2,6 +2,7 @@
 // A map is { steps, layers, underflow, overflow, nonfinite }, shares in percent by layer and column.
 
 import { Surface } from "./canvas.js";
+import { visible } from "./elements.js";
 import { integer, percent } from "./numbers.js";
 
 const HEAT_EDGE = { top: 18, bottom: 18, gap: 22, right: 8 };
@@ -38,7 +39,7 @@ export class HeatMap extends Surface {
     const every = Math.ceil(11 / height); // a name needs 11 px
     map.layers.forEach((name, layer) => {
       if (layer % every) return;
-      this.text(shortened(name, measure, HEAT_NAMES - 8), HEAT_NAMES - 6, HEAT_EDGE.top + (layer + 0.5) * height, palette.soft, "right");
+      this.text(shortened(visible(name), measure, HEAT_NAMES - 8), HEAT_NAMES - 6, HEAT_EDGE.top + (layer + 0.5) * height, palette.soft, "right");
     });
     for (const [side, [kind, title]] of HEAT_KINDS.entries()) {
       this.side(map, kind, title, HEAT_NAMES + side * (panel + HEAT_EDGE.gap), palette);

@@ -182,6 +182,7 @@ function render({ model, el }) {
     } else if (message.kind === "overlays") {
       view.overlays = unpackOverlays(message, buffers, unpack);
     } else {
+      if (message.asks) model.send({ type: "seen", view: key });
       view.rows = unpack(buffers[0]);
       view.count = message.summary.step;
       // A change that the next step will use is marked at the newest one.

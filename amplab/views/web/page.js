@@ -36,20 +36,29 @@ export function endWithKernel(model, root, tell = () => {}) {
   return () => model.off("comm_live_update", end);
 }
 
-/** Tell the kernel that a view, known by a random name, is open, and later that it has closed; returns the cleanup. */
+/**
+ * Tell the kernel that a view, known by a random name, is open, and later that it has closed; returns the cleanup. A page
+ * that slept or had no connection may count as closed, so it says that it is there when it wakes.
+ */
 export function attend(model, view = Math.random().toString(36).slice(2)) {
   const say = (type) => model.send({ type, view });
-  const leave = () => {
+  const sayIfHeard = (type) => {
     try {
-      say("bye");
+      say(type);
     } catch {
       // The kernel has already gone, so nobody needs the message.
     }
   };
+  const leave = () => sayIfHeard("bye");
+  const wake = () => { if (!document.hidden) sayIfHeard("seen"); };
   window.addEventListener("pagehide", leave);
+  window.addEventListener("online", wake);
+  document.addEventListener("visibilitychange", wake);
   say("hello");
   return () => {
     window.removeEventListener("pagehide", leave);
+    window.removeEventListener("online", wake);
+    document.removeEventListener("visibilitychange", wake);
     leave();
   };
 }

@@ -29,7 +29,7 @@ function render({ model, el }) {
     write(state, status.state);
     state.hidden = !status.state;
     write(text, status.text);
-    text.title = status.text;
+    text.title = text.textContent;
     button.hidden = !status.button;
     write(button, status.button ?? "");
     heard = announced(heard, status);
