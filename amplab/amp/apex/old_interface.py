@@ -146,7 +146,8 @@ class OptimWrapper:
         if self._losses == self._num_loss:
             raise RuntimeError(
                 f"OptimWrapper.scale_loss: {self._losses + 1} losses since the last step(): expected "
-                f"num_loss={self._num_loss}; pass the number of losses to wrap_optimizer."
+                f"num_loss={self._num_loss}; pass the number of losses to wrap_optimizer, or call zero_grad() to begin "
+                "a step again."
             )
         with self._scale_loss(loss, self._losses) as scaled_loss:
             yield scaled_loss
@@ -174,6 +175,11 @@ class OptimWrapper:
                 print("Gradient overflow, skipping update")  # noqa: T201  as apex does
             return None
         return returned
+
+    def zero_grad(self, *args: Any, **kwargs: Any) -> None:
+        """Drop the gradients and begin the step again, as after an error between a backward and `step`. Sync: none."""
+        self._losses = 0
+        self._optimizer.zero_grad(*args, **kwargs)
 
     def __getattr__(self, name: str) -> Any:
         if "_optimizer" not in vars(self):  # of a copy that is still empty

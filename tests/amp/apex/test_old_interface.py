@@ -262,3 +262,30 @@ def test_amp_scale_loss_takes_any_optimizer_after_init():
         scaled_loss.backward()
     optimizer.step()
     assert weight.tolist() == [0.5, 0.5]
+
+
+@pytest.mark.parametrize("losses", [1, 2])
+def test_an_error_between_backward_and_step_lets_the_next_step_begin_with_zero_grad(losses):
+    model, x = nn.Linear(4, 2), torch.ones(2, 4)
+    optimizer = amp.init(loss_scale="dynamic").wrap_optimizer(torch.optim.SGD(model.parameters(), lr=0.1), losses)
+
+    def train(*, fails=False):
+        optimizer.zero_grad()
+        for _ in range(losses):
+            with optimizer.scale_loss(model(x).float().square().mean()) as scaled_loss:
+                scaled_loss.backward()
+        if fails:
+            raise ArithmeticError
+        optimizer.step()
+
+    train()
+    before = model.weight.detach().clone()
+    with pytest.raises(ArithmeticError):
+        train(fails=True)
+    assert torch.equal(model.weight, before)
+    train()
+    assert not torch.equal(model.weight, before)
+    with pytest.raises(RuntimeError, match=r"or call zero_grad\(\) to begin"):
+        for _ in range(losses + 1):
+            with optimizer.scale_loss(model(x).float().sum()) as scaled_loss:
+                scaled_loss.backward()
