@@ -269,11 +269,14 @@ def test_an_error_between_backward_and_step_lets_the_next_step_begin_with_zero_g
     model, x = nn.Linear(4, 2), torch.ones(2, 4)
     optimizer = amp.init(loss_scale="dynamic").wrap_optimizer(torch.optim.SGD(model.parameters(), lr=0.1), losses)
 
-    def train(*, fails=False):
-        optimizer.zero_grad()
-        for _ in range(losses):
+    def backward(times):
+        for _ in range(times):
             with optimizer.scale_loss(model(x).float().square().mean()) as scaled_loss:
                 scaled_loss.backward()
+
+    def train(*, fails=False):
+        optimizer.zero_grad()
+        backward(losses)
         if fails:
             raise ArithmeticError
         optimizer.step()
@@ -286,6 +289,4 @@ def test_an_error_between_backward_and_step_lets_the_next_step_begin_with_zero_g
     train()
     assert not torch.equal(model.weight, before)
     with pytest.raises(RuntimeError, match=r"or call zero_grad\(\) to begin"):
-        for _ in range(losses + 1):
-            with optimizer.scale_loss(model(x).float().sum()) as scaled_loss:
-                scaled_loss.backward()
+        backward(losses + 1)
