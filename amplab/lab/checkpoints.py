@@ -58,6 +58,7 @@ EVERY_SECONDS = 5.0
 """Seconds from one checkpoint to the next, at least."""
 
 _SHARE = 0.01
+_LONGEST_LOCKED = 1.0  # seconds for all logs of a folder that others have locked
 _CLOCKS_DIFFER = 60.0  # seconds; of this machine and of one that serves its files
 
 _guard = threading.Lock()
@@ -232,12 +233,13 @@ def last_checkpoint(
         folder: Where the logs are.
         is_possible: Whether an experiment can be made here; a large file of another one is not read.
     """
+    until = time.monotonic() + _LONGEST_LOCKED
     for path in _newest_first(folder, f"*{SUFFIX}"):
         try:
             if time.time() - path.stat().st_mtime > LONGEST_AGO:
                 continue
             log = path.with_suffix(".jsonl")
-            if not log.is_file() or is_held(log):  # on Windows a run in another kernel is offered, too
+            if not log.is_file() or is_held(log, until=until):  # on Windows a run in another kernel is offered, too
                 continue
             if is_possible(_read(path, whole=False).config):
                 return _read(path)
@@ -273,8 +275,9 @@ def _prune(folder: Path) -> None:
     files stay.
     """
     remove_partials(folder, f"*{SUFFIX}")
-    present = {each.path for each in _at_work}
-    for path in [path for path in _newest_first(folder, f"*{SUFFIX}") if _is_ours(path.with_suffix(".jsonl"))][KEPT:]:
+    present, until = {each.path for each in _at_work}, time.monotonic() + _LONGEST_LOCKED
+    paths = _newest_first(folder, f"*{SUFFIX}")
+    for path in [path for path in paths if _is_ours(path.with_suffix(".jsonl"), until)][KEPT:]:
         if path not in present and _is_checkpoint(path):
             with suppress(OSError):
                 path.unlink()
@@ -282,10 +285,10 @@ def _prune(folder: Path) -> None:
         os.close(_held.pop(log))
 
 
-def _is_ours(log: Path) -> bool:
+def _is_ours(log: Path, until: float) -> bool:
     """Return whether a log is there, and no other process writes it or keeps it from being read."""
     try:
-        return log.is_file() and (log in _held or not is_held(log))
+        return log.is_file() and (log in _held or not is_held(log, until=until))
     except OSError:
         return False
 

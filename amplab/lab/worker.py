@@ -185,10 +185,12 @@ class Worker:
 
     def _work(self) -> None:
         is_idle = False
-        while not is_idle:
+        while not is_idle and not self._is_forked():  # by code of the step: that process has nothing to train
             try:
                 is_idle = not self._work_once()
-            except BaseException:  # noqa: BLE001 - also sys.exit() in a callback: the thread must survive for a reset
+            except BaseException:  # also sys.exit() in a callback: the thread must survive for a reset
+                if self._is_forked():
+                    raise
                 self._report(traceback.format_exc())
 
     def _work_once(self) -> bool:

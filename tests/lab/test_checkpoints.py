@@ -1,5 +1,6 @@
 """A run continues in another process after its own was killed, bit for bit as if not interrupted."""
 
+import fcntl
 import os
 import resource
 import shutil
@@ -506,3 +507,25 @@ def test_a_large_checkpoint_of_another_model_is_not_read_and_hides_no_run(tmp_pa
     resets(tmp_path, KEPT + 1)
     assert not (tmp_path / "small.checkpoint").exists()
     assert (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) * 1024 < 2**28, "512 MB are in the file"
+
+
+@pytest.mark.skipif(os.name != "posix", reason="locks of another system")
+def test_logs_that_another_program_has_locked_delay_no_run(tmp_path: Path) -> None:
+    """Whoever may read a log may lock it."""
+    trainer = Trainer(SMALL, log=tmp_path / "run.jsonl")
+    trainer.run(1)
+    trainer.stop()
+    assert trainer.wait(10)
+    opened = []
+    for place in range(40):
+        for suffix in (".jsonl", ".checkpoint"):
+            shutil.copy(tmp_path / f"run{suffix}", tmp_path / f"run-{place}{suffix}")
+        opened.append((tmp_path / f"run-{place}.jsonl").open("rb"))
+        fcntl.flock(opened[-1].fileno(), fcntl.LOCK_EX)
+    began = time.monotonic()
+    assert last_checkpoint(tmp_path) is None
+    resets(tmp_path, 1)
+    assert time.monotonic() - began < 20, "a second for each log would be 40, twice"
+    assert len(list(tmp_path.glob("run-*.checkpoint"))) == 40
+    for file in opened:
+        file.close()

@@ -489,6 +489,46 @@ trainer.stop()
     assert float(done.stdout) < 2
 
 
+FORKING_STEP = """
+import os, signal, sys
+import torch
+from torch import nn
+import amplab.lab
+
+class Forking(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear, self.calls, self.ended = nn.Linear(4, 3), 0, None
+
+    def forward(self, x):
+        self.calls += 1
+        if self.calls == 7:
+            if (child := os.fork()) == 0:
+                signal.alarm(30)  # which ends a child that hangs
+                {end}
+            else:
+                status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+                print("ended by alarm" if status == -signal.SIGALRM else "ended", flush=True)
+        return self.linear(x)
+
+data = [(torch.randn(8, 4), torch.randint(0, 3, (8,)))] * 20
+amplab.lab.open(model=Forking(), data=data, loss=nn.functional.cross_entropy)
+trainer = amplab.lab.active()
+print(len(trainer.run(30)), flush=True)
+trainer.stop()
+"""
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="forks")
+@pytest.mark.parametrize("end", ["sys.exit(0)", "raise ValueError", "pass"])
+def test_a_process_that_a_step_forks_ends_with_that_step(end):
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", FORKING_STEP.format(end=end)],
+        capture_output=True, text=True, timeout=200, check=False,
+    )  # fmt: skip
+    assert done.stdout == "ended\n30\n", done.stderr[-2000:]
+
+
 IN_FORKS = """
 import os, signal
 from amplab.lab import ExperimentConfig, Trainer

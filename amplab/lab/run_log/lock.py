@@ -6,6 +6,7 @@ microseconds, or longer if the system takes the processor from it. So what meets
 
 from __future__ import annotations
 
+import math
 import os
 import time
 from pathlib import Path
@@ -39,30 +40,37 @@ def hold(descriptor: int) -> bool:
 
 
 @deferring_signals
-def is_held(log: Path) -> bool:
-    """Return whether a process holds a log. Raises OSError: the log cannot be read."""
+def is_held(log: Path, *, until: float = math.inf) -> bool:
+    """Return whether a process holds a log.
+
+    Args:
+        log: a file.
+        until: when to stop waiting for the end of an exclusive lock, by `time.monotonic`, for a reader of many logs.
+
+    Raises:
+        OSError: the log cannot be read.
+    """
     if fcntl is None:
         return False
     descriptor = os.open(log, os.O_RDONLY)
     try:
-        return _is_held(descriptor)
+        return _is_held(descriptor, min(until, time.monotonic() + _LONGEST_SECONDS))
     except OSError:
         return False
     finally:
         os.close(descriptor)
 
 
-def _is_held(descriptor: int) -> bool:
-    end = time.monotonic() + _LONGEST_SECONDS
+def _is_held(descriptor: int, end: float) -> bool:
     shared = 0  # how often only a shared lock was possible: the lock of a writer, or of another reader at this place
-    while shared < _TRIES and time.monotonic() < end:
-        if _locks(descriptor, fcntl.LOCK_EX):
-            return False
+    while not _locks(descriptor, fcntl.LOCK_EX):
         if _locks(descriptor, fcntl.LOCK_SH):
             shared += 1
             fcntl.flock(descriptor, fcntl.LOCK_UN)
+        if shared == _TRIES or time.monotonic() >= end:
+            return True
         time.sleep(_PAUSE_SECONDS * 2**shared)
-    return True
+    return False
 
 
 def _locks(descriptor: int, kind: int) -> bool:
