@@ -44,6 +44,11 @@ class IdleOptimizers:
 
         return end
 
+    @property
+    def saw_a_step(self) -> bool:
+        """Whether one of several optimizers has stepped."""
+        return any(self._steps)
+
     def findings(self, model: nn.Module, scaling: str, steps: int) -> Iterator[Finding]:
         """Yield a finding for each optimizer without a step whose parameters hold a finite gradient.
 

@@ -247,7 +247,8 @@ class Watch:
             signals.waits = True
             if self._unrecorded:
                 self._record_rest()
-            if self._losses > ENOUGH_STEPS and not len(self.history) and error is None:
+            has_steps = len(self.history) > 0 or self._measured >= 0 or self._idle.saw_a_step
+            if self._losses > ENOUGH_STEPS and not has_steps and error is None:
                 self._fail(self._no_step())
             self._store.close(raised)
             if self._check is not None:

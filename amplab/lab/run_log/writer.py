@@ -138,6 +138,14 @@ class RunLog:
         if self._continues is None:
             self.path.parent.mkdir(parents=True, exist_ok=True)
         file = FileIO(str(self.path), "x" if self._continues is None else "r+", opener=_open_to_append)
+        try:
+            return self._begin(file)
+        except BaseException:
+            if self._file is not file:
+                file.close()
+            raise
+
+    def _begin(self, file: FileIO) -> FileIO:
         if self._continues is not None:
             self._refuse_another(file, self._continues)
         size = self._end_of_file(file)
