@@ -22,7 +22,7 @@ from amplab.policies.nested_tensors import tensors_in
 from amplab.trace.as_found import Undo, leaves_as_found, remove_hook
 from amplab.trace.handed_step import Loss, Scaler
 from amplab.trace.modules import UncopiedHook
-from amplab.trace.stand_ins import out_of_shared_memory
+from amplab.trace.stand_ins import apart
 from amplab.trace.tensor_copies import write_value
 from amplab.trace.untouched import unless_undone
 
@@ -196,7 +196,7 @@ class StepRerun:
     def _begin_again(self, random: list[Tensor], undo: Undo) -> None:
         """Set the random state and the buffers with which the step began, until `undo`."""
         undo.add(partial(setattr, self, "at_work", False))
-        undo.enter_block(partial(out_of_shared_memory, self._model))
+        undo.enter_block(partial(apart, self._model))
         buffers = list(self._model.buffers())
         if len(buffers) != len(self._kept):
             raise CannotRunAgain("the forward has added or removed buffers of the model, so they are not as they were.")

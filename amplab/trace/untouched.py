@@ -25,7 +25,7 @@ from amplab.parallel.ranks import on_this_rank_alone
 from amplab.trace.as_found import Undo, rebind, remove_hooks_since
 from amplab.trace.optimizer_states import unchanged_optimizers
 from amplab.trace.random_states import random_states_kept, restorers
-from amplab.trace.stand_ins import out_of_shared_memory
+from amplab.trace.stand_ins import apart
 from amplab.trace.tensor_copies import TensorCopy, restore_all
 
 __all__ = ["ParkedGradients", "before_untouched", "nodes_behind", "unless_undone", "untouched"]
@@ -106,7 +106,7 @@ def untouched(model: nn.Module) -> Iterator[ParkedGradients]:
     for callback in () if _THREAD.undoes else tuple(_THREAD.callbacks):
         callback()
     gradients = ParkedGradients()
-    with out_of_shared_memory(model), Undo() as undo:
+    with apart(model), Undo() as undo:
         undo.add(partial(setattr, _THREAD, "undoes", _THREAD.undoes))
         _THREAD.undoes = True
         this = object()

@@ -258,24 +258,46 @@ def test_a_tool_in_another_thread_does_not_stop_the_exchange_of_gradients():
     assert all(map(torch.equal, first, second))
 
 
-def weights_after(rank, tool, iterations):
-    """Train, call a tool on rank 0 alone after some iterations, train on; return the weights."""
+WRAPPERS = {"torch's": DistributedDataParallel, "apex's": amplab.parallel.DistributedDataParallel}
+TOOLS = {
+    "xray": lambda model, x: amplab.xray(model, x, loss=torch.sum),
+    "xray O1": lambda model, x: amplab.xray(model, x, loss=torch.sum, opt_level="O1"),
+    "first_nonfinite": lambda model, x: amplab.first_nonfinite(model, x, loss=torch.sum),
+    "gradient_range": lambda model, x: amplab.gradient_range(model, x, loss=torch.sum),
+    "": lambda model, x: None,
+}
+
+
+def weights_after(rank, wrapper, tool, between):
+    """Train three times, with a tool on rank 0 alone in the first, second and third iteration; return the weights."""
+    return [weights_with(rank, wrapper, tool, iterations, between) for iterations in (0, 1, 2)]
+
+
+def weights_with(rank, wrapper, tool, iterations, between):
     torch.manual_seed(0)
-    model = DistributedDataParallel(Net())
+    model = WRAPPERS[wrapper](Net())
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     for step, (inputs, _) in enumerate(batches(rank, 1)):
-        if step == iterations and rank == 0 and tool:
-            getattr(amplab, tool)(model, inputs[0], loss=torch.sum)
+        is_here = step == iterations and rank == 0
+        if is_here and not between:
+            TOOLS[tool](model, inputs[0])
         optimizer.zero_grad()
-        model(inputs[0]).square().mean().backward()
+        loss = model(inputs[0]).square().mean()
+        if is_here and between:
+            TOOLS[tool](model, inputs[0])
+        loss.backward()
         optimizer.step()
     return [each.detach() for each in model.parameters()]
 
 
-@pytest.mark.parametrize("iterations", [0, 1, 2])
-@pytest.mark.parametrize("tool", ["xray", "first_nonfinite", "gradient_range"])
-def test_a_tool_on_one_rank_waits_for_no_other_after_any_iteration(tool, iterations):
-    """The first forward of DistributedDataParallel after its first backward exchanges the order of its buckets."""
-    expected = run_ranks(weights_after, "", iterations)[0]
-    for found in run_ranks(weights_after, tool, iterations):
-        assert all(map(torch.equal, found, expected))
+@pytest.mark.parametrize("between", [False, True], ids=["before the forward", "before the backward"])
+@pytest.mark.parametrize("tool", [tool for tool in TOOLS if tool])
+@pytest.mark.parametrize("wrapper", WRAPPERS)
+def test_a_tool_on_one_rank_changes_no_gradient_and_waits_for_no_other_rank(wrapper, tool, between):
+    """Torch's prepares its backward in the forward, and its second forward exchanges the order of its buckets."""
+    first, second = run_ranks(weights_after, wrapper, tool, between)
+    expected, _ = run_ranks(weights_after, wrapper, "", between)
+    for weights in zip(first, second, expected, strict=True):
+        assert all(
+            torch.equal(one, other) and torch.equal(one, right) for one, other, right in zip(*weights, strict=True)
+        )
