@@ -12,7 +12,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -47,6 +47,7 @@ from amplab.trace.recorder import Recorder
 
 __all__ = ["StepLook"]
 
+T = TypeVar("T")
 _EVERY = 1000  # steps from one look to the next
 _TRIES = 20  # looks that may end because the step is skipped; then the next one is _EVERY steps later
 
@@ -109,7 +110,7 @@ class StepLook:
         if self._step >= self._next_values and self._values is None and self._may_begin(names_calls=True):
             with self._guarded():
                 self._grad_enabled = torch.is_grad_enabled()
-                self._values = _ValueLook(self._model, batch, self._probe)
+                self._values = _ValueLook(self._model, batch, self._probe, lambda: self._loop)
                 self._values.begin()
 
     def batch_ends(self) -> None:
@@ -151,6 +152,11 @@ class StepLook:
         if self._loop is not None:
             self._loop.stop()
             self._loop = None
+
+    def step_begins(self) -> None:
+        """An optimizer is about to step: its ops have no rules, and are many."""
+        if self._values is not None:
+            self._values.is_over = True
 
     def step_ends(self, step: int, *, skipped: bool) -> None:
         """An optimizer has stepped or skipped. Sync: as `batch_begins`."""
@@ -323,10 +329,13 @@ class _LoopLook:
 
 
 class _ValueLook:
-    """Follows the ops of this thread from `begin` until `findings`."""
+    """Follows the ops of this thread from `begin` until `findings`.
 
-    def __init__(self, model: nn.Module, batch: Any, probe: ScaleProbe) -> None:
-        self.is_over = False
+    Its own ops are hidden from the look that `loop` returns.
+    """
+
+    def __init__(self, model: nn.Module, batch: Any, probe: ScaleProbe, loop: Callable[[], _LoopLook | None]) -> None:
+        self.is_over, self.loop = False, loop
         self.trace: Trace | None = None
         self._probe = probe
         self._watcher = _UntilOver(StepWatcher(named_tensors(model, batch), detailed=True), self)
@@ -380,9 +389,20 @@ class _UntilOver:
         if self._look.is_over or self.is_in_op:
             return None
         self.is_in_op = True
-        return self.inner.before(overload, args, kwargs)
+        return self._alone(self.inner.before, overload, args, kwargs)
 
     def after(self, seen: Any, event: Any, result: Any) -> None:
         if seen is not None and not self._look.is_over:
-            self.inner.after(seen, event, result)
+            self._alone(self.inner.after, seen, event, result)
             self.seen, self.is_in_op = self.seen + 1, False
+
+    def _alone(self, measure: Callable[..., T], *given: Any) -> T:
+        """Measure, which takes some tens of ops, without a record of these."""
+        loop = self._look.loop()
+        if loop is None:
+            return measure(*given)
+        try:
+            loop.recorder.rests = True
+            return measure(*given)
+        finally:
+            loop.recorder.rests = False

@@ -438,6 +438,7 @@ class Watch:
         if self._unrecorded:
             self._record_rest()
         self._measured = self._steps
+        self._look.step_begins()
         if self._measures:
             self._take_measure()
         if self._checks_before_step and (self._measure.is_finite is False or not self._is_finite_so_far()):

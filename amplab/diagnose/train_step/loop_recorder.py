@@ -96,6 +96,7 @@ class LoopRecorder:
         overflowed: whether backward delivered inf or NaN.
         loss_gradient: as in `Rehearsal`; `follow_loss` sees it.
         failure: the first error of the recorder itself; what it recorded is then incomplete.
+        rests: whether the ops that run now are not recorded; set by another observer of the loop while it measures.
     """
 
     def __init__(
@@ -122,11 +123,14 @@ class LoopRecorder:
         self._passes, self._passed_now = 0, set[str]()  # backward passes, and the parameters that the last one reached
         self._useful: set[int] = set()  # passes of which a step used a gradient
         self._in_step = 0
+        self._places: dict[int, tuple[str, Tensor]] = {}  # address of a gradient -> name, and parameter or master
+        self._is_looked_up = False  # in the present step of an optimizer
         self.scales: tuple[float, ...] = (1.0,)
         self.schedules = schedules or ScheduleWatch((), optimizers)
         self.overflowed = overflows
         self.loss_gradient: float | None = None
         self.failure: Exception | None = None
+        self.rests = False
         self.is_in_half = False
         self._is_own_scaler = False
         self._another: tuple[float, float] | None = None
@@ -217,14 +221,26 @@ class LoopRecorder:
                 self.failure = self.failure or error
                 return None
 
-    def grads(self) -> dict[int, tuple[str, Tensor]]:
-        """Return {address: (name, gradient)}; the gradient of a master has the name of the model's parameter."""
-        found = {}
-        for name, parameter in (*self._named.items(), *self._stepped_params()):
-            grad = parameter.grad
-            if grad is not None and grad.layout is torch.strided:
-                found[grad.data_ptr()] = (name, grad)
-        return found
+    def _gradients_among(self, tensors: list[Tensor]) -> list[tuple[str, Tensor]]:
+        """Return those of `tensors` that are gradients, with the names of the model's parameters, also of masters.
+
+        Where all gradients are is looked up at most once in an optimizer's step, which has several ops for each, and
+        otherwise only if another tensor is among `tensors`.
+        """
+        addresses = [each.data_ptr() for each in tensors]
+        if not (self._in_step and self._is_looked_up) and not all(map(self._gradient_at, addresses)):
+            self._places = {}
+            for name, parameter in (*self._named.items(), *self._stepped_params()):
+                if parameter.grad is not None and parameter.grad.layout is torch.strided:
+                    self._places[parameter.grad.data_ptr()] = (name, parameter)
+            self._is_looked_up = self._in_step > 0
+        return [found for address in addresses if (found := self._gradient_at(address)) is not None]
+
+    def _gradient_at(self, address: int) -> tuple[str, Tensor] | None:
+        """Return the gradient that was there when it was looked up, unless its parameter has another one now."""
+        name, parameter = self._places.get(address, ("", None))
+        grad = None if parameter is None else parameter.grad
+        return (name, grad) if grad is not None and grad.data_ptr() == address else None
 
     def unstepped(self) -> Iterator[UnsteppedOptimizer]:
         """Yield the optimizers that were not stepped, with their parameters that no other optimizer stepped."""
@@ -287,8 +303,8 @@ class LoopRecorder:
 
     def _before_write(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Write:
         """Return the tensors that an op will write to, and the gradients among them."""
-        grads, to = self.grads(), list(_written_by(func, args, kwargs))
-        written = [grads[each.data_ptr()] for each in to if each.data_ptr() in grads]
+        to = list(_written_by(func, args, kwargs))
+        written = self._gradients_among(to)
         adds = "add" in str(func) and not self._in_step
         touched = [
             _Touched(name, grad, norm_of(grad), grad.clone() if adds else None)
@@ -417,6 +433,7 @@ class LoopRecorder:
             return
         self._called.add(number)
         self._in_step += 1
+        self._is_looked_up = False
         self._passed_now = set()
         self.schedules.at_step(number)
         if not self.overflowed:
@@ -501,6 +518,8 @@ class _Writes(DispatchMode):
         self._recorder = recorder
 
     def run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if self._recorder.rests:
+            return func(*args, **kwargs)
         if _current_node() is not None:
             result = func(*args, **kwargs)
             self._recorder.is_in_half |= isinstance(result, Tensor) and result.dtype == torch.float16
