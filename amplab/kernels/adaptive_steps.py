@@ -18,7 +18,6 @@ import functools
 from collections.abc import Sequence
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from amplab.kernels import builder
@@ -82,8 +81,7 @@ def adagrad_(
     """
     builder.settle()
     rest = (steps, copies, grad_factor, found_inf, maximize)
-    with torch.no_grad():
-        _ADAGRAD_OP(params, grads, sums, *rest, lr, eps, weight_decay, lr_decay, decoupled)
+    _ADAGRAD_OP(params, grads, sums, *rest, lr, eps, weight_decay, lr_decay, decoupled)
 
 
 def adadelta_(
@@ -122,8 +120,7 @@ def adadelta_(
     """
     builder.settle()
     rest = (steps, copies, grad_factor, found_inf, maximize)
-    with torch.no_grad():
-        _ADADELTA_OP(params, grads, square_avgs, acc_deltas, *rest, lr, rho, eps, weight_decay)
+    _ADADELTA_OP(params, grads, square_avgs, acc_deltas, *rest, lr, rho, eps, weight_decay)
 
 
 def rmsprop_(
@@ -175,8 +172,7 @@ def rmsprop_(
     states = [each for each in (square_avgs, grad_avgs, momentum_buffers) if len(each) > 0] or [square_avgs]
     numbers = (lr, alpha, eps, weight_decay, momentum, decoupled, eps_in_root, lr_in_momentum)
     operator = _RMSPROP_OPS[len(grad_avgs) > 0, len(momentum_buffers) > 0]
-    with torch.no_grad():
-        operator(params, grads, *states, steps, copies, grad_factor, found_inf, maximize, *numbers)
+    operator(params, grads, *states, steps, copies, grad_factor, found_inf, maximize, *numbers)
 
 
 def multi_tensor_adagrad__reference(*arguments: Any) -> None:

@@ -89,8 +89,7 @@ def lamb_(
     builder.settle()
     beta3 = 1.0 - betas[0] if beta3 is None else beta3
     numbers = (lr, *betas, beta3, eps, weight_decay, max_weight_norm, decoupled, bias_correction, adapt)
-    with torch.no_grad():
-        _LAMB_OP(params, grads, exp_avgs, exp_avg_sqs, steps, copies, grad_factor, found_inf, maximize, *numbers)
+    _LAMB_OP(params, grads, exp_avgs, exp_avg_sqs, steps, copies, grad_factor, found_inf, maximize, *numbers)
 
 
 def novograd_(
@@ -138,8 +137,7 @@ def novograd_(
     builder.settle()
     beta3 = 1.0 - betas[0] if beta3 is None else beta3
     numbers = (lr, *betas, beta3, eps, weight_decay, decay_in_moment, maximum_norm, bias_correction)
-    with torch.no_grad():
-        _NOVOGRAD_OP(params, grads, exp_avgs, steps, copies, grad_factor, found_inf, maximize, *numbers, norms)
+    _NOVOGRAD_OP(params, grads, exp_avgs, steps, copies, grad_factor, found_inf, maximize, *numbers, norms)
 
 
 class _Moments(NamedTuple):

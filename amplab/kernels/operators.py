@@ -20,7 +20,7 @@ def define_operator(
     fake: Callable[..., Any] | None = None,
     vmap: Callable[..., Any] | None = None,
 ) -> Callable[..., Any]:
-    """Define ``amplab::name`` and return it.
+    """Define ``amplab::name`` and return a function that calls it without gradients.
 
     Args:
         name: the name of the operator.
@@ -40,5 +40,18 @@ def define_operator(
         torch.library.register_fake(f"amplab::{name}", fake, lib=library)
     if vmap is not None:
         torch.library.register_vmap(f"amplab::{name}", vmap, lib=library)
-    operator: Callable[..., Any] = getattr(torch.ops.amplab, name).default
-    return operator
+    return _without_gradients(getattr(torch.ops.amplab, name).default)
+
+
+def _without_gradients(operator: Callable[..., Any]) -> Callable[..., Any]:
+    """As `torch.no_grad`, whose beginning and end are calls in which an interrupt would leave gradients off."""
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        is_enabled = torch.is_grad_enabled()
+        try:
+            torch._C._set_grad_enabled(False)
+            return operator(*args, **kwargs)
+        finally:
+            torch._C._set_grad_enabled(is_enabled)
+
+    return call

@@ -92,23 +92,22 @@ def sgd_(
             "torch.zeros_like of each, or momentum=0."
         )
     builder.settle()
-    with torch.no_grad():
-        _SGD_OP(
-            params,
-            grads,
-            momentum_buffers,
-            copies,
-            grad_factor,
-            found_inf,
-            maximize,
-            lr,
-            momentum,
-            dampening,
-            weight_decay,
-            nesterov,
-            wd_after_momentum,
-            first,
-        )
+    _SGD_OP(
+        params,
+        grads,
+        momentum_buffers,
+        copies,
+        grad_factor,
+        found_inf,
+        maximize,
+        lr,
+        momentum,
+        dampening,
+        weight_decay,
+        nesterov,
+        wd_after_momentum,
+        first,
+    )
 
 
 def adam_(
@@ -158,25 +157,24 @@ def adam_(
     Reference: D. P. Kingma, J. Ba, 2015; I. Loshchilov, F. Hutter, 2019; ``torch.optim.AdamW``, apex ``FusedAdam``.
     """
     builder.settle()
-    with torch.no_grad():
-        _ADAM_OP(
-            params,
-            grads,
-            exp_avgs,
-            exp_avg_sqs,
-            steps,
-            copies,
-            grad_factor,
-            found_inf,
-            maximize,
-            lr,
-            *betas,
-            eps,
-            weight_decay,
-            decoupled,
-            bias_correction,
-            eps_inside_sqrt,
-        )
+    _ADAM_OP(
+        params,
+        grads,
+        exp_avgs,
+        exp_avg_sqs,
+        steps,
+        copies,
+        grad_factor,
+        found_inf,
+        maximize,
+        lr,
+        *betas,
+        eps,
+        weight_decay,
+        decoupled,
+        bias_correction,
+        eps_inside_sqrt,
+    )
 
 
 def multi_tensor_sgd__reference(*arguments: Any) -> None:

@@ -163,8 +163,7 @@ def tensor_stats(tensors: Sequence[Tensor], *, low: int = _LOW, bins: int = _BIN
     (-30, 16)
     """
     builder.settle()
-    with torch.no_grad():
-        return StatsTable(_STATS(tensors, low, bins), low)
+    return StatsTable(_STATS(tensors, low, bins), low)
 
 
 def tensor_stats_reference(tensors: Sequence[Tensor], low: int, bins: int) -> Tensor:

@@ -89,8 +89,7 @@ def unscale_(
     ([3.0, 4.0], 1.0, [5.0, inf], 1)
     """
     builder.settle()
-    with torch.no_grad():
-        _UNSCALE(tensors, found_inf, inv_scale, norm=norm, norms=norms, first_bad=first_bad)
+    _UNSCALE(tensors, found_inf, inv_scale, norm=norm, norms=norms, first_bad=first_bad)
 
 
 def unscale_copy(
@@ -123,8 +122,7 @@ def unscale_copy(
     Sync: none.
     """
     builder.settle()
-    with torch.no_grad():
-        _UNSCALE_COPY(inputs, outputs, found_inf, inv_scale, norm=norm, norms=norms, first_bad=first_bad)
+    _UNSCALE_COPY(inputs, outputs, found_inf, inv_scale, norm=norm, norms=norms, first_bad=first_bad)
 
 
 def unscale_add(
@@ -150,8 +148,7 @@ def unscale_add(
     Reference: apex's ``amp_C.multi_tensor_axpby`` with its check on the incoming gradients.
     """
     builder.settle()
-    with torch.no_grad():
-        _UNSCALE_ADD(inputs, outputs, found_inf, inv_scale, norm=norm, norms=norms, first_bad=first_bad)
+    _UNSCALE_ADD(inputs, outputs, found_inf, inv_scale, norm=norm, norms=norms, first_bad=first_bad)
 
 
 def unscaled_norm(
@@ -187,8 +184,7 @@ def unscaled_norm(
     5.0
     """
     builder.settle()
-    with torch.no_grad():
-        _NORM(tensors, found_inf, inv_scale, norm=norm, norms=norms, first_bad=first_bad)
+    _NORM(tensors, found_inf, inv_scale, norm=norm, norms=norms, first_bad=first_bad)
 
 
 def multi_tensor_unscale__reference(

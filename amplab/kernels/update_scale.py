@@ -86,22 +86,21 @@ def update_scale_(
     """
     _check_numbers(growth_factor, backoff_factor, floor, ceiling)
     builder.settle()
-    with torch.no_grad():
-        _UPDATE(
-            scale,
-            growth_tracker,
-            hysteresis_tracker,
-            found_inf,
-            growth_factor,
-            backoff_factor,
-            growth_interval,
-            hysteresis,
-            floor,
-            ceiling,
-            divides,
-            keeps_finite,
-            refills_at_growth,
-        )
+    _UPDATE(
+        scale,
+        growth_tracker,
+        hysteresis_tracker,
+        found_inf,
+        growth_factor,
+        backoff_factor,
+        growth_interval,
+        hysteresis,
+        floor,
+        ceiling,
+        divides,
+        keeps_finite,
+        refills_at_growth,
+    )
 
 
 def update_scale__reference(

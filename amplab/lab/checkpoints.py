@@ -58,6 +58,7 @@ EVERY_SECONDS = 5.0
 """Seconds from one checkpoint to the next, at least."""
 
 _SHARE = 0.01
+_MOST_HELD = 64  # locked logs of ended runs, whatever their folders
 _LONGEST_LOCKED = 1.0  # seconds for all logs of a folder that others have locked
 _CLOCKS_DIFFER = 60.0  # seconds; of this machine and of one that serves its files
 
@@ -310,3 +311,6 @@ def _hold(log: Path) -> None:
     if log not in _held:
         _held[log] = os.open(log, os.O_RDONLY)
         hold(_held[log])
+        present = {each.log for each in _at_work}
+        for old in [each for each in _held if each not in present][:-_MOST_HELD]:  # a lock takes a file descriptor
+            os.close(_held.pop(old))

@@ -14,7 +14,7 @@ from amplab.diagnose.rules.updates import never_stepped
 from amplab.diagnose.train_step.masters import model_parameters
 from amplab.formats.stored_values import stored_values
 from amplab.scalers.unscaler import local_shard
-from amplab.trace.untouched import unless_undone
+from amplab.trace.untouched import observing_steps
 
 __all__ = ["ENOUGH_STEPS", "IdleOptimizers"]
 
@@ -71,7 +71,7 @@ class IdleOptimizers:
         def count(*_: object) -> None:
             self._steps[number] += 1
 
-        return unless_undone(count)
+        return observing_steps(count)
 
 
 def _with_gradient(model: nn.Module, optimizer: Optimizer) -> list[str]:

@@ -33,7 +33,7 @@ from torch.optim import Optimizer
 from amplab.amp import GradScaler, ScaleRecord, Session, default_session
 from amplab.lab.watched_run import NO_LEVEL
 from amplab.scalers import DynamicScale
-from amplab.trace.untouched import unless_undone
+from amplab.trace.untouched import observing_steps, unless_undone
 
 __all__ = ["ScaleProbe", "ScaledStep", "probe_of"]
 
@@ -75,7 +75,7 @@ class ScaleProbe:
 
     def follow(self, optimizer: Optimizer, report: Report) -> Callable[[], None]:
         """Call `report` after every step; return a function that ends this."""
-        return optimizer.register_step_post_hook(unless_undone(lambda *_: report(ScaledStep()))).remove
+        return optimizer.register_step_post_hook(observing_steps(lambda *_: report(ScaledStep()))).remove
 
     def scale(self) -> float:
         """Return the scale in effect. Sync: one if it is on a device."""
@@ -114,7 +114,7 @@ class _ApexProbe(ScaleProbe):
         self._report = report
         ends = [
             self._session.subscribe(unless_undone(self._see_record)),
-            optimizer.register_step_post_hook(unless_undone(self._see_step)).remove,
+            optimizer.register_step_post_hook(observing_steps(self._see_step)).remove,
         ]
 
         def end() -> None:
@@ -196,7 +196,7 @@ class _AmplabProbe(ScaleProbe):
 
         ends = (
             self._scaler.subscribe(unless_undone(hear)),
-            optimizer.register_step_post_hook(unless_undone(self._see_call)).remove,
+            optimizer.register_step_post_hook(observing_steps(self._see_call)).remove,
         )
 
         def end() -> None:
@@ -225,7 +225,7 @@ class _TorchProbe(ScaleProbe):
     def follow(self, optimizer: Optimizer, report: Report) -> Callable[[], None]:
         self._report, self._optimizer_id = report, id(optimizer)
         self._scale, self._rows = self._scaler.get_scale(), self._scaler._per_optimizer_states
-        remove = optimizer.register_step_post_hook(unless_undone(self._see_call)).remove
+        remove = optimizer.register_step_post_hook(observing_steps(self._see_call)).remove
 
         def end() -> None:
             self.at_forward()

@@ -78,7 +78,7 @@ from amplab.trace.handed_step import (
     shows_calls,
 )
 from amplab.trace.modules import UncopiedHook
-from amplab.trace.untouched import before_untouched, unless_undone
+from amplab.trace.untouched import before_untouched, observing_steps, unless_undone
 
 __all__ = ["Watch", "check_options", "watch"]
 
@@ -116,6 +116,7 @@ class Watch:
 
     Attributes:
         config: what is watched, a `WatchedRun`.
+        thread: the number of the thread that has begun the watch.
     """
 
     def __init__(
@@ -151,7 +152,7 @@ class Watch:
         self._ranks = RankWatch(model, optimizers, self._store, api=api, wrappers=around, fail=self._fail)
         self._batch_size: int | None = None
         self._has_batches = False  # in the body of `batches`, which tells when a step begins
-        self._thread = get_ident()  # of the loop
+        self.thread = get_ident()  # of the loop
         self._reads_ahead = False
         self._needs_other_ranks = False  # no step can run again on this rank alone
         self._subscribers: list[Callable[[StepRecord], object]] = []
@@ -160,7 +161,7 @@ class Watch:
             optimizers[0],
             UncopiedHook(unless_undone(self._see_forward)),
             UncopiedHook(unless_undone(self._see_output)),
-            unless_undone(self._see_gradients),
+            observing_steps(self._see_gradients),
         )
         self._hooks = _Hooks(
             forward=_Hook(model.register_forward_pre_hook, see_forward, model._forward_pre_hooks),
@@ -194,7 +195,7 @@ class Watch:
             raise RuntimeError("this watch is in use: expected a new amplab.watch(...) for each `with` block.")
         THREAD.own.drop_ended()  # what another thread has ended
         self._began, self._is_open, self._handled = time.perf_counter_ns(), True, sys.exception()
-        self._thread = get_ident()
+        self.thread = get_ident()
         try:
             self._ends.append(self._hooks.end)
             self._rerun.begin()
@@ -283,7 +284,7 @@ class Watch:
 
     def _batch_begins(self, batch: Any) -> None:
         """A step begins, unless the batches are read in another thread than the loop's: it knows nothing of steps."""
-        self._has_batches = get_ident() == self._thread
+        self._has_batches = get_ident() == self.thread
         self._choose_forward_hook()
         if self._has_batches:
             self._at_forward()  # the step before is over
@@ -300,7 +301,7 @@ class Watch:
             )
 
     def _batch_ends(self) -> None:
-        if get_ident() == self._thread:
+        if get_ident() == self.thread:
             self._look.batch_ends()
 
     def _batches_end(self) -> None:

@@ -17,6 +17,7 @@ from weakref import WeakKeyDictionary, ref
 from torch import nn
 from torch.optim import Optimizer
 
+from amplab.lab.run_log.writer import runs_elsewhere
 from amplab.lab.watch import Watch, check_options, watch
 
 __all__ = ["WatchCallback"]
@@ -27,9 +28,10 @@ _last: WeakKeyDictionary[nn.Module, ref[Watch]] = WeakKeyDictionary()
 
 @atexit.register
 def _end_all() -> None:
-    """Record the last steps; the program ends."""
+    """Record the last steps, as the program ends; not for a daemon thread that goes on to train."""
     for each in list(_last.values()):
-        if (watch := each()) is not None:
+        watch = each()
+        if watch is not None and not runs_elsewhere(watch.thread):
             watch.__exit__(None, None, None)
 
 

@@ -28,7 +28,7 @@ from amplab.trace.random_states import random_states_kept, restorers
 from amplab.trace.stand_ins import apart
 from amplab.trace.tensor_copies import TensorCopy, restore_all
 
-__all__ = ["ParkedGradients", "before_untouched", "nodes_behind", "unless_undone", "untouched"]
+__all__ = ["ParkedGradients", "before_untouched", "nodes_behind", "observing_steps", "unless_undone", "untouched"]
 
 
 class _Thread(local):
@@ -133,6 +133,15 @@ def unless_undone(hook: Callable[..., Any]) -> Callable[..., Any]:
         return None if _THREAD.undoes else hook(*given)
 
     return observe
+
+
+def observing_steps(hook: Callable[..., Any]) -> Callable[..., Any]:
+    """As `unless_undone`, for a hook on the steps of an optimizer: a loop may compile them, and not the hook.
+
+    Reference: torch.compiler.disable.
+    """
+    outside: Callable[..., Any] = torch.compiler.disable(unless_undone(hook))
+    return outside
 
 
 def before_untouched(callback: Callable[[], object]) -> Callable[[], None]:

@@ -2,7 +2,9 @@
 
 import copy
 import inspect
-from contextlib import nullcontext
+import random
+import signal
+from contextlib import nullcontext, suppress
 
 import pytest
 import torch
@@ -11,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.overrides import _get_current_function_mode_stack
 
-from amplab import amp
+from amplab import amp, kernels
 from amplab.fp16_utils import FP16_Optimizer, network_to_half
 from amplab.policies import thread_engines
 from amplab.policies.casting.thread_scopes import AUTOCAST_FLAG
@@ -205,6 +207,25 @@ def test_gradients_are_on_after_an_interrupt_in_torchs_own_blocks(make):
         assert torch.is_grad_enabled(), interrupt
         number += 1
     assert number > 50
+
+
+@pytest.mark.skipif(not hasattr(signal, "setitimer"), reason="timers of POSIX")
+def test_gradients_are_on_after_an_interrupt_in_a_kernel():
+    """The calls at the ends of a block of `torch.no_grad` can be interrupted themselves: in 9 of 100 such loops."""
+    grads, found_inf, inv_scale = [torch.ones(16)], torch.zeros(1), torch.ones(1)
+    before = signal.signal(signal.SIGALRM, signal.default_int_handler)
+    draw, off = random.Random(0), 0
+    try:
+        for _ in range(300):
+            with suppress(KeyboardInterrupt):
+                signal.setitimer(signal.ITIMER_REAL, 0.0005 + 0.001 * draw.random())
+                while True:
+                    kernels.unscale_(grads, found_inf, inv_scale)
+            off += not torch.is_grad_enabled()
+            torch.set_grad_enabled(True)
+    finally:
+        signal.signal(signal.SIGALRM, before)
+    assert off == 0
 
 
 def test_a_step_that_ends_in_a_block_without_gradients_leaves_them_off():

@@ -529,3 +529,13 @@ def test_logs_that_another_program_has_locked_delay_no_run(tmp_path: Path) -> No
     assert len(list(tmp_path.glob("run-*.checkpoint"))) == 40
     for file in opened:
         file.close()
+
+
+def test_runs_in_many_folders_keep_few_files_open(tmp_path: Path) -> None:
+    for place in range(checkpoints._MOST_HELD + 20):
+        trainer = Trainer(SMALL, log=tmp_path / str(place))
+        trainer.run(1)
+        trainer.stop()
+        assert trainer.wait(10)
+    assert len([log for log in checkpoints._held if tmp_path in log.parents]) <= checkpoints._MOST_HELD + 1
+    assert last_checkpoint(tmp_path / str(place)) is None, "its process lives"

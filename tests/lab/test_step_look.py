@@ -20,6 +20,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import amplab
 from amplab import amp
+from amplab.diagnose.train_step.loop_recorder import LoopRecorder
 from amplab.lab import step_look, watch
 from amplab.trace import optimizer_hooks
 
@@ -402,3 +403,20 @@ def test_tracers_of_torch_work_in_a_watched_loop(what, where):
         check=False,
     )
     assert (done.stdout, done.returncode) == ("3\n", 0), done.stderr
+
+
+def test_the_look_at_a_step_of_many_ops_looks_up_the_gradients_a_few_times(monkeypatch):
+    """Else its time grows with the square of the number of parameters."""
+    looked_up = []
+    stepped_params = LoopRecorder._stepped_params
+    monkeypatch.setattr(LoopRecorder, "_stepped_params", lambda self: looked_up.append(0) or stepped_params(self))
+    model = nn.Sequential(*[nn.Linear(4, 4) for _ in range(40)])
+    optimizer = torch.optim.Adam(model.parameters(), foreach=False)
+    with watch(model, optimizer) as w:
+        for x in w.batches([torch.ones(2, 4)] * 2):
+            optimizer.zero_grad()
+            w.loss(model(x).square().mean()).backward()
+            nn.utils.clip_grad_norm_(model.parameters(), 1.0, foreach=False)
+            optimizer.step()
+    assert "looked at the gradients of 1 step: unscaling, clipping, updates" in w.findings().looked_at
+    assert 0 < len(looked_up) < 20, "the step has more than 500 ops that write in place"

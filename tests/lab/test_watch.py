@@ -683,6 +683,66 @@ def test_a_loop_that_goes_on_after_an_error_of_its_loader_gets_the_batches_after
     assert _get_current_dispatch_mode_stack() == []
 
 
+@pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.Adam])
+def test_a_loop_that_compiles_the_step_of_its_optimizer_gets_the_same_bits(kind):
+    """The hooks of the watch run outside of the graphs."""
+
+    def train(watched):
+        torch._dynamo.reset()
+        model, _ = make()
+        optimizer = kind(model.parameters(), lr=0.01)
+        step = torch.compile(optimizer.step, backend="eager")
+        with watch(model, optimizer) if watched else contextlib.nullcontext() as w:
+            for x, y in BATCHES[:4]:
+                optimizer.zero_grad()
+                loss = F.cross_entropy(model(x), y)
+                (w.loss(loss) if watched else loss).backward()
+                step()
+        torch._dynamo.reset()
+        return w, [*model.parameters()]
+
+    (_, expected), (w, found) = train(watched=False), train(watched=True)
+    assert all(map(torch.equal, found, expected))
+    assert (len(w.history), w.failures) == (4, ())
+
+
+DAEMON = """
+import sys, threading, time
+import torch
+import amplab.lab.run_log.writer as writer
+from amplab.lab import watch
+
+class Slow(writer.FileIO):
+    def write(self, data):
+        time.sleep(0.001)
+        return super().write(data)
+
+writer.FileIO = Slow
+begun = threading.Event()
+
+def train():
+    model = torch.nn.Linear(4, 4)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    with watch(model, optimizer, log=sys.argv[1]) as w:
+        while True:
+            w.loss(model(torch.ones(2, 4)).sum()).backward()
+            optimizer.step()
+            if len(w.history) == 50:
+                begun.set()
+
+threading.Thread(target=train, daemon=True).start()
+begun.wait()
+"""
+
+
+def test_a_program_that_ends_while_a_daemon_thread_trains_leaves_a_log_that_can_be_read(tmp_path):
+    for number in range(6):
+        command = [sys.executable, "-c", DAEMON, str(tmp_path / f"{number}.jsonl")]
+        subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+        steps = [each.step for each in load_run(tmp_path / f"{number}.jsonl").history.records()]
+        assert steps == [*range(len(steps))]
+
+
 ENDS = """
 import sys, time
 import torch

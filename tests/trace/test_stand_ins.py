@@ -102,7 +102,7 @@ def train_beside(model, begun, done, updates):
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="forks")
 @pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
-@pytest.mark.parametrize("tool", [*TOOLS, "xray as it is", "a watch"])
+@pytest.mark.parametrize("tool", [*TOOLS, "xray as it is", "a whole step", "a watch"])
 def test_what_another_process_writes_to_shared_memory_meanwhile_stays(tool):
     model, x = nn.Linear(64, 64), torch.ones(8, 64)
     model.register_buffer("running", torch.zeros(64))
@@ -122,6 +122,15 @@ def test_what_another_process_writes_to_shared_memory_meanwhile_stays(tool):
                 scaler.update()
                 optimizer.zero_grad()
         assert w.history.skip_count == len(w.history.explanations) == 5
+    elif tool == "a whole step":
+        optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+
+        def train_step(x):
+            model(x).sum().backward()
+            optimizer.step()
+
+        for _ in range(3):
+            amplab.doctor(model, x, optimizer=optimizer, train_step=train_step)
     else:
         for _ in range(5):
             TOOLS.get(tool, amplab.xray)(model, x)

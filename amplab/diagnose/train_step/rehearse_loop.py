@@ -40,6 +40,7 @@ from amplab.diagnose.train_step.rehearsal import Rehearsal
 from amplab.diagnose.train_step.schedules import ScheduleWatch, reached_from, schedulers_of
 from amplab.policies.signals import is_interrupt
 from amplab.trace.handed_step import Scaler
+from amplab.trace.stand_ins import apart
 from amplab.trace.untouched import untouched
 
 __all__ = ["RecordingError", "rehearse", "rehearse_loop"]
@@ -121,7 +122,12 @@ def rehearse(
     named = {id(each) for each in stateful}
     recorder = LoopRecorder(model, optimizers, scaler, ScheduleWatch(schedulers, optimizers), overflows=overflows)
     others = [each for each in (*schedulers, *_other_scalers(train_step, scaler)) if id(each) not in named]
-    with kept(optimizers, scaler, [*stateful, *others]) as before, untouched(model), recorder.recording():
+    with (
+        apart(model),  # first: the optimizers step its tensors
+        kept(optimizers, scaler, [*stateful, *others]) as before,
+        untouched(model),
+        recorder.recording(),
+    ):
         if loss_scale is not None:
             for each in (scaler, *_other_scalers(train_step, scaler)):
                 set_scale(each, loss_scale)
@@ -177,7 +183,7 @@ def _gradients_left_over(
     named = {id(each) for each in stateful}
     others = [*schedulers_of(train_step, stateful), *_other_scalers(train_step, scaler)]
     others = [each for each in others if id(each) not in named]
-    with kept(optimizers, scaler, [*stateful, *others]), untouched(model):
+    with apart(model), kept(optimizers, scaler, [*stateful, *others]), untouched(model):
         with LoopRecorder(model, optimizers, scaler, overflows=True).recording():
             train_step()
         after = LoopRecorder(model, optimizers, scaler)

@@ -13,6 +13,7 @@ from __future__ import annotations
 import atexit
 import errno
 import os
+import threading
 import time
 from contextlib import suppress
 from io import FileIO
@@ -36,7 +37,7 @@ from amplab.parallel.rank_state import RankState
 from amplab.parallel.ranks import Rank
 from amplab.policies.signals import DeferredSignals
 
-__all__ = ["FLUSH_SECONDS", "MOST_WAITING", "ClosedLog", "DiskFull", "RunLog"]
+__all__ = ["FLUSH_SECONDS", "MOST_WAITING", "ClosedLog", "DiskFull", "RunLog", "runs_elsewhere"]
 
 FLUSH_SECONDS = 0.2
 """The longest time from one write to the next on a slow disk, while steps go on."""
@@ -106,7 +107,7 @@ class RunLog:
     ) -> None:
         self.path = path
         self._config, self._continues, self._rank = config, continues, rank
-        self._process = os.getpid()
+        self._process, self._thread = os.getpid(), threading.get_ident()  # the thread that appends
         self._file: FileIO | None = None  # until a full disk has space for it
         self._is_closed = self.is_mixed = False
         self._pending: list[str] = []  # lines that are not in the file yet
@@ -166,6 +167,7 @@ class RunLog:
         """Write one step as its values."""
         if self._is_forked():
             raise OSError(errno.EPERM, "the process was forked from the one that writes it", str(self.path))
+        self._thread = threading.get_ident()
         self._pending.append(step_line(row))
         if time.monotonic() >= self._due:
             self.flush()
@@ -308,12 +310,18 @@ class RunLog:
 _OPEN: WeakSet[RunLog] = WeakSet()
 
 
+def runs_elsewhere(thread: int) -> bool:
+    """Whether a thread runs that is not the calling one."""
+    return thread != threading.get_ident() and any(each.ident == thread for each in threading.enumerate())
+
+
 @atexit.register
 def _flush_all() -> None:
-    """Write what waits; the program ends."""
+    """Write what waits, as the program ends; not for a daemon thread that goes on to write."""
     for log in list(_OPEN):
-        with suppress(OSError):
-            log.flush()
+        if not runs_elsewhere(log._thread):
+            with suppress(OSError):
+                log.flush()
 
 
 def _place_of(descriptor: int) -> tuple[int, int]:
