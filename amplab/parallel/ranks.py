@@ -218,7 +218,7 @@ def _threads_of_python() -> set[int | None]:
 def _settings_alone(module: nn.Module) -> dict[str, Any]:
     """Return the attributes with which the forward of a module exchanges nothing; {} if it does not anyway."""
     if isinstance(module, DistributedDataParallel):
-        alone = {"require_backward_grad_sync": False, "require_forward_param_sync": False}
+        alone = {"require_backward_grad_sync": False, "require_forward_param_sync": False, "static_graph": False}
         return {**alone, "reducer": _ReducerAlone(module.reducer)}
     if _is_a(module, "SyncBatchNorm"):
         return {"process_group": dist.GroupMember.NON_GROUP_MEMBER}  # so it normalizes with its own batch

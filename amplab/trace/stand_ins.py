@@ -16,7 +16,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from amplab.parallel.ranks import exchanges_in_forward, this_rank
+from amplab.parallel.ranks import exchanges_in_forward
 from amplab.trace.as_found import Undo
 
 __all__ = ["apart", "stand_ins"]
@@ -78,17 +78,16 @@ def stand_ins(tensors: Iterable[Tensor], *, copied: bool = False) -> Iterator[No
 def apart(model: nn.Module) -> Iterator[None]:
     """Run a block on `model` apart from other processes.
 
-    Of what they may train, as with Hogwild, the block gets copies: what they write meanwhile stays. Of several ranks,
-    no reducer sees the gradients of the block, also one that a forward before the block has prepared for its backward.
-    FSDP is left as it is: it keeps tensors of its own.
+    Of what they may train, as with Hogwild, the block gets copies: what they write meanwhile stays. The AccumulateGrad
+    nodes are others: no reducer sees the gradients of the block, also one that a forward before the block has prepared
+    for its backward, nor does a hook that adds them up elsewhere. FSDP is left as it is: it keeps tensors of its own.
     """
     tensors = (*model.parameters(), *model.buffers())
     with_storage = [each for each in tensors if each.layout is torch.strided and not each.is_nested]
     shared = [each for each in with_storage if each.is_cpu and each.is_shared()]
-    is_reduced = this_rank() is not None and not exchanges_in_forward(model)
     known = {id(each) for each in shared}
-    reduced = [each for each in model.parameters() if id(each) not in known] if is_reduced else []
-    with stand_ins(shared, copied=True), stand_ins(reduced):
+    others = [] if exchanges_in_forward(model) else [each for each in model.parameters() if id(each) not in known]
+    with stand_ins(shared, copied=True), stand_ins(others):
         yield
 
 

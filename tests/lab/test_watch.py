@@ -683,6 +683,7 @@ def test_a_loop_that_goes_on_after_an_error_of_its_loader_gets_the_batches_after
     assert _get_current_dispatch_mode_stack() == []
 
 
+@pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")  # of torch._dynamo
 @pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.Adam])
 def test_a_loop_that_compiles_the_step_of_its_optimizer_gets_the_same_bits(kind):
     """The hooks of the watch run outside of the graphs."""

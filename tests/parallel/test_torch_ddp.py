@@ -5,6 +5,7 @@ By hand: each rank has the bare model, and after its backward ``gradient / 2`` i
 
 import contextlib
 import threading
+from functools import partial
 
 import pytest
 import torch
@@ -258,7 +259,11 @@ def test_a_tool_in_another_thread_does_not_stop_the_exchange_of_gradients():
     assert all(map(torch.equal, first, second))
 
 
-WRAPPERS = {"torch's": DistributedDataParallel, "apex's": amplab.parallel.DistributedDataParallel}
+WRAPPERS = {
+    "torch's": DistributedDataParallel,
+    "a static graph": partial(DistributedDataParallel, static_graph=True),
+    "apex's": amplab.parallel.DistributedDataParallel,
+}
 TOOLS = {
     "xray": lambda model, x: amplab.xray(model, x, loss=torch.sum),
     "xray O1": lambda model, x: amplab.xray(model, x, loss=torch.sum, opt_level="O1"),

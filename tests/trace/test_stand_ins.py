@@ -60,6 +60,24 @@ def test_hooks_run_in_the_block_and_after_it_as_before():
     assert calls[2:] == ["last", "accumulated", "first"]
 
 
+@pytest.mark.parametrize("tool", [*TOOLS, "xray as it is"])
+def test_a_hook_that_adds_up_gradients_elsewhere_sees_none_of_a_tool(tool):
+    """On the AccumulateGrad node, as Megatron's for `main_grad`."""
+    model, x = model_of(), torch.ones(2, 4)
+    sums, nodes = {}, []
+    for name, each in model.named_parameters():
+        node = each.view_as(each).grad_fn.next_functions[0][0]
+        node.register_hook(lambda *_, name=name, each=each: sums.update({name: sums.get(name, 0) + each.grad.clone()}))
+        nodes.append(node)  # which lives only as long as it is referenced
+    model(x).sum().backward()
+    expected = {name: total.clone() for name, total in sums.items()}
+    TOOLS.get(tool, amplab.xray)(model, x)
+    assert len(expected) == 4
+    assert all(torch.equal(sums[name], total) for name, total in expected.items())
+    model(x).sum().backward()
+    assert not any(torch.equal(sums[name], total) for name, total in expected.items() if total.any())
+
+
 def test_in_a_region_of_torchs_autocast_whose_cache_refers_to_the_weights():
     model, x = model_of().share_memory(), torch.ones(2, 4)
     before = [each._cdata for each in model.parameters()]

@@ -117,6 +117,24 @@ def _other_groups(optimizer: Optimizer, entry: dict[str, Any]) -> Iterator[str]:
         if needed:
             yield f"{here['class']} needs {', '.join(needed)}, which {entry['class']} in the file lacks"
     yield from _different_shapes(here["shapes"], entry["shapes"], [len(group["params"]) for group in groups])
+    yield from _other_order(optimizer.param_groups, groups)
+
+
+def _other_order(here: list[dict[str, Any]], there: list[dict[str, Any]]) -> Iterator[str]:
+    """Yield the first parameter at another place, of optimizers that were made with the same names of parameters.
+
+    State goes by place, and a model that defines its layers in another order has exchanged the places.
+    """
+    for number, (group, saved) in enumerate(zip(here, there, strict=False)):
+        names, saved_names = list(group.get("param_names") or ()), list(saved.get("param_names") or ())
+        if names != saved_names and {*names} == {*saved_names}:
+            pairs = enumerate(zip(names, saved_names, strict=False))
+            place, name, saved_name = next((place, *pair) for place, pair in pairs if pair[0] != pair[1])
+            yield (
+                f"parameter {place} of group {number} is {saved_name!r} in the file and {name!r} in the optimizer; "
+                "pass it the parameters in the order of the file"
+            )
+            return
 
 
 def _different_shapes(here: list[list[Any]], there: list[list[Any]], numbers: list[int]) -> Iterator[str]:

@@ -1,5 +1,6 @@
 """Whole runs in one file: resumed bit for bit, at the same level or another, with AMP and without."""
 
+import copy
 import random
 import signal
 
@@ -342,3 +343,26 @@ def test_what_a_tool_has_changed_is_not_saved(tmp_path, tool):
         with pytest.raises(RuntimeError, match="is running this model"):
             amp.load_run_state(path, model=[other, model[0]])
         amp.load_run_state(path, model=other)
+
+
+def test_the_same_names_in_another_order_are_refused_and_other_names_are_not(tmp_path):
+    """A new version of a model defines two layers of one shape in another order; a wrapper adds a prefix."""
+
+    def made(order, prefix=""):
+        model = nn.ModuleDict({name: nn.Linear(4, 4) for name in order})
+        named = [(prefix + name, each) for name, each in model.named_parameters()]
+        optimizer = torch.optim.Adam(named, lr=0.01)
+        sum(layer(torch.ones(2, 4)).sum() for layer in model.values()).backward()
+        optimizer.step()
+        return model, optimizer
+
+    model, optimizer = made("ab")
+    amp.save_run_state(tmp_path / "run.pt", model=model, optimizer=optimizer)
+    other, swapped = made("ba")
+    before = copy.deepcopy(other.state_dict())
+    with pytest.raises(amp.RunStateError, match=r"is 'a.weight' in the file and 'b.weight' in the optimizer"):
+        amp.load_run_state(tmp_path / "run.pt", model=other, optimizer=swapped)
+    assert all(map(torch.equal, other.state_dict().values(), before.values()))
+    wrapped, prefixed = made("ab", "module.")
+    amp.load_run_state(tmp_path / "run.pt", model=wrapped, optimizer=prefixed)
+    assert torch.equal(wrapped["a"].weight, model["a"].weight)
