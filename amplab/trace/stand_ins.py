@@ -18,10 +18,12 @@ from torch import Tensor, nn
 
 from amplab.parallel.ranks import exchanges_in_forward
 from amplab.trace.as_found import Undo
+from amplab.trace.engines import clear_cast_caches
 
 __all__ = ["apart", "stand_ins"]
 
 
+_unseen_by_engines = torch._C.DisableTorchFunction
 _HOOKS = "_backward_hooks", "_post_accumulate_grad_hooks"
 
 
@@ -66,11 +68,14 @@ def stand_ins(tensors: Iterable[Tensor], *, copied: bool = False) -> Iterator[No
             inside of `untouched`, which restores the values.
     """
     with Undo() as undo:
-        for tensor in tensors:
-            if tensor.is_leaf and type(tensor.data) is Tensor:
-                stand_in = _StandIn.of(tensor, tensor.detach().clone() if copied else tensor.data)
-                undo.add(stand_in.end)
-                stand_in.swap()
+        undo.add(clear_cast_caches)
+        clear_cast_caches()  # a cached cast belongs to the graph of the tensor that was cast
+        with _unseen_by_engines():
+            for tensor in tensors:
+                if tensor.is_leaf and type(tensor.data) is Tensor:
+                    stand_in = _StandIn.of(tensor, tensor.detach().clone() if copied else tensor.data)
+                    undo.add(stand_in.end)
+                    stand_in.swap()
         yield
 
 

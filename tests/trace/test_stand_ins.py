@@ -1,5 +1,6 @@
 """Tools that cast a model leave each parameter what others have put on it: hooks, graphs, its place in DDP."""
 
+import contextlib
 import os
 import sys
 import time
@@ -88,6 +89,22 @@ def test_in_a_region_of_torchs_autocast_whose_cache_refers_to_the_weights():
         assert all(map(torch.equal, torch.autograd.grad(loss, [*model.parameters()]), expected))
         assert torch.equal(model(x).sum(), loss)
     assert [each._cdata for each in model.parameters()] == before
+
+
+@pytest.mark.parametrize("used", [False, True], ids=["not used before", "used before"])
+def test_casts_that_an_engine_has_cached_belong_to_the_graph_of_the_loop(used):
+    gradients = []
+    for block in (stand_ins, lambda _: contextlib.nullcontext()):
+        model, x = model_of(), torch.ones(2, 4)
+        for layer in (model[0], model[2]):
+            layer.weight = nn.Parameter(layer.weight.detach().clone())  # of version 0, as the tensor of the block
+        with amplab.autocast("cpu", torch.float16):
+            loss = model(x).float().sum() if used else 0
+            with block(model.parameters()):
+                model(x)
+            (loss + model(x).float().sum()).backward()
+        gradients.append([each.grad for each in model.parameters()])
+    assert all(map(torch.equal, *gradients))
 
 
 def test_an_error_while_parameters_change_gives_all_of_them_back():
