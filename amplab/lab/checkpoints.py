@@ -298,6 +298,7 @@ def _guard_anew() -> None:
     """In a forked process: the thread that had the guard is not there, and the logs are the other process's."""
     global _guard  # noqa: PLW0603
     _guard = threading.Lock()
+    _at_work.clear()
     while _held:
         os.close(_held.popitem()[1])
 

@@ -10,6 +10,7 @@ transformers is not imported: its callback handler needs the methods, not the ba
 from __future__ import annotations
 
 import atexit
+from contextlib import suppress
 from os import PathLike
 from typing import Any
 from weakref import WeakKeyDictionary, ref
@@ -32,7 +33,8 @@ def _end_all() -> None:
     for each in list(_last.values()):
         watch = each()
         if watch is not None and not runs_elsewhere(watch.thread):
-            watch.__exit__(None, None, None)
+            with suppress(Exception):  # of one watch: the others end, too
+                watch.__exit__(None, None, None)
 
 
 class WatchCallback:

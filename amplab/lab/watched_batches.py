@@ -25,7 +25,7 @@ class WatchedBatches(Iterator[T]):
     ) -> None:
         self._loader, self._begins, self._ends, self._end = loader, begins, ends, end
         self._read: Iterator[T] | None = None  # a loader starts its workers when the loop begins
-        self._is_open = True
+        self._is_open = False  # until it is read
 
     def __next__(self) -> T:
         """Return the next batch."""

@@ -13,12 +13,14 @@ from __future__ import annotations
 
 import math
 import os
+import sys
 import threading
 import time
 import traceback
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
+from contextlib import suppress
 from typing import TypeVar
 
 import torch
@@ -185,13 +187,15 @@ class Worker:
 
     def _work(self) -> None:
         is_idle = False
-        while not is_idle and not self._is_forked():  # by code of the step: that process has nothing to train
+        while not is_idle:
             try:
                 is_idle = not self._work_once()
-            except BaseException:  # also sys.exit() in a callback: the thread must survive for a reset
+            except BaseException as error:  # noqa: BLE001  also sys.exit() in a callback: the thread must survive for a reset
                 if self._is_forked():
-                    raise
+                    _end_fork(error)
                 self._report(traceback.format_exc())
+            if self._is_forked():
+                _end_fork(None)
 
     def _work_once(self) -> bool:
         """Call one command or step when there is one; return False if none came, and the thread ends."""
@@ -223,6 +227,20 @@ class Worker:
                 return False
             self._news.wait(min(max(left, 0.0), _LONGEST_REST))
         return True
+
+
+def _end_fork(error: BaseException | None) -> None:
+    """End a process that code of the step has forked: it has nothing to train, and no thread but this one.
+
+    Python would end the thread, which aborts the process.
+    """
+    if error is not None and not isinstance(error, SystemExit):
+        traceback.print_exception(error)
+    code = error.code if isinstance(error, SystemExit) else int(error is not None)
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(Exception):
+            stream.flush()
+    os._exit(code if isinstance(code, int) else int(code is not None))
 
 
 def _compute_with_one_thread() -> None:

@@ -168,6 +168,7 @@ def on_this_rank_alone() -> Iterator[None]:
         _blocks.remove(alone)
         for each in handles:
             each.remove()
+        alone.restore()
 
 
 def is_alone() -> bool:
@@ -209,6 +210,13 @@ class _Alone:
         if self.is_here():
             _set(module, self.before.pop(module, {}))
 
+    def restore(self) -> None:
+        """Restore the modules whose forward was interrupted: torch calls no hook after one."""
+        while self.before:
+            module, values = next(iter(self.before.items()))
+            _set(module, values)
+            del self.before[module]
+
 
 def _threads_of_python() -> set[int | None]:
     """Return the threads that Python has started; autograd has threads of its own for the backward on each device."""
@@ -235,6 +243,8 @@ class _ReducerAlone:
         self._reducer = reducer
 
     def __getattr__(self, name: str) -> Any:
+        if name == "_reducer":  # of a copy that is still empty
+            raise AttributeError(name)
         return getattr(self._reducer, name)
 
     def _rebuild_buckets(self) -> bool:

@@ -359,7 +359,7 @@ def _unwrapped(optimizer: Any) -> Any:
     """Return the optimizer in a wrapper, which has no hooks of its own; also if it is one by its type."""
     while "_optimizer_step_pre_hooks" not in getattr(optimizer, "__dict__", ()):
         inner = getattr(optimizer, "optimizer", None)
-        if not isinstance(inner, Optimizer):
+        if not isinstance(inner, Optimizer) or inner is optimizer:
             break
         optimizer = inner
     return optimizer

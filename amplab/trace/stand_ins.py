@@ -10,11 +10,12 @@ Reference: torch.utils.swap_tensors.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
 from amplab.parallel.ranks import exchanges_in_forward
 from amplab.trace.as_found import Undo
@@ -52,7 +53,10 @@ class _StandIn(NamedTuple):
     def end(self) -> None:
         """Give back its own one; a second call does nothing."""
         if _address(self.tensor) != self.address:
-            self.swap()
+            try:
+                self.swap()
+            except RuntimeError:  # something has a weak reference in C++
+                self.tensor.data, self.tensor.grad = self.other.data, self.other.grad
         for name, those in self.hooks.items():
             if those is None and getattr(self.tensor, name) is not None:
                 setattr(self.tensor, name, None)  # a dict of the block's, which its own one does not know
@@ -63,20 +67,32 @@ def stand_ins(tensors: Iterable[Tensor], *, copied: bool = False) -> Iterator[No
     """Let the block change the dtypes of `tensors`, leaves of autograd; after it each is what it was. Sync: none.
 
     Args:
-        tensors: parameters and buffers; those of a subclass of Tensor, such as the shards of FSDP2, stay.
+        tensors: parameters and buffers; those of a subclass of Tensor, such as the shards of FSDP2, stay, and those to
+            which something in C++ has a weak reference.
         copied: whether the block gets copies of the values. Otherwise it has the same memory, so that it must be
             inside of `untouched`, which restores the values.
     """
+    storages: dict[int, torch.UntypedStorage] = {}
     with Undo() as undo:
         undo.add(clear_cast_caches)
         clear_cast_caches()  # a cached cast belongs to the graph of the tensor that was cast
         with _unseen_by_engines():
             for tensor in tensors:
                 if tensor.is_leaf and type(tensor.data) is Tensor:
-                    stand_in = _StandIn.of(tensor, tensor.detach().clone() if copied else tensor.data)
+                    stand_in = _StandIn.of(tensor, _copy(tensor, storages) if copied else tensor.data)
                     undo.add(stand_in.end)
-                    stand_in.swap()
+                    with suppress(RuntimeError):
+                        stand_in.swap()
         yield
+
+
+def _copy(tensor: Tensor, storages: dict[int, torch.UntypedStorage]) -> Tensor:
+    """Return a copy; those of tensors that share memory share it, too."""
+    storage = tensor.untyped_storage()
+    copied = storages.setdefault(storage.data_ptr(), storage)
+    if copied is storage:
+        copied = storages[storage.data_ptr()] = storage.clone()
+    return torch.empty(0, dtype=tensor.dtype).set_(copied, tensor.storage_offset(), tensor.shape, tensor.stride())
 
 
 @contextmanager
@@ -87,7 +103,7 @@ def apart(model: nn.Module) -> Iterator[None]:
     nodes are others: no reducer sees the gradients of the block, also one that a forward before the block has prepared
     for its backward, nor does a hook that adds them up elsewhere. FSDP is left as it is: it keeps tensors of its own.
     """
-    tensors = (*model.parameters(), *model.buffers())
+    tensors = [each for each in (*model.parameters(), *model.buffers()) if not is_lazy(each)]
     with_storage = [each for each in tensors if each.layout is torch.strided and not each.is_nested]
     shared = [each for each in with_storage if each.is_cpu and each.is_shared()]
     known = {id(each) for each in shared}

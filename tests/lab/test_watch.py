@@ -650,6 +650,18 @@ def test_a_loop_that_compiles_its_loss_is_compiled_and_gets_the_same_bits(whole,
     assert any("the program compiles" in each for each in w.findings().looked_at)
 
 
+def test_batches_that_are_never_read_end_no_look():
+    model, optimizer = make()
+    with watch(model, optimizer) as w:
+        for x, y in w.batches(BATCHES[:3]):
+            w.batches(BATCHES)
+            optimizer.zero_grad()
+            w.loss(F.cross_entropy(model(x), y)).backward()
+            optimizer.step()
+    assert w.traced is not None
+    assert len(w.history) == 3
+
+
 class Corrupt(torch.utils.data.Dataset):
     def __len__(self):
         return 40

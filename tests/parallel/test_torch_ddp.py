@@ -306,3 +306,32 @@ def test_a_tool_on_one_rank_changes_no_gradient_and_waits_for_no_other_rank(wrap
         assert all(
             torch.equal(one, other) and torch.equal(one, right) for one, other, right in zip(*weights, strict=True)
         )
+
+
+class Interrupted(Net):
+    raises = False
+
+    def forward(self, inputs, *, times=1.0):
+        if self.raises:
+            raise KeyboardInterrupt
+        return super().forward(inputs, times=times)
+
+
+def gradients_after_an_interrupt(rank):
+    """Torch calls no hook after a forward that Ctrl-C ends."""
+    torch.manual_seed(0)
+    model = DistributedDataParallel(Interrupted())
+    inputs = torch.full((2, 8), float(rank + 1))
+    model.module.raises = True
+    with contextlib.suppress(KeyboardInterrupt):
+        amplab.xray(model, inputs, loss=torch.sum)
+    model.module.raises = False
+    model(inputs).square().sum().backward()
+    return [each.grad for each in model.parameters()], model.require_backward_grad_sync, type(model.reducer).__name__
+
+
+def test_ctrl_c_in_a_forward_of_a_tool_leaves_the_exchange_of_gradients_on():
+    (first, *of_first), (second, *of_second) = run_ranks(gradients_after_an_interrupt)
+    assert of_first == of_second == [True, "Reducer"]
+    assert all(map(torch.equal, first, second))
+    assert any(each.any() for each in first)

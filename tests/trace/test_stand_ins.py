@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 import amplab
-from amplab.trace.stand_ins import stand_ins
+from amplab.trace.stand_ins import apart, stand_ins
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "parallel"))
 from ranks import run_ranks
@@ -105,6 +105,33 @@ def test_casts_that_an_engine_has_cached_belong_to_the_graph_of_the_loop(used):
             (loss + model(x).float().sum()).backward()
         gradients.append([each.grad for each in model.parameters()])
     assert all(map(torch.equal, *gradients))
+
+
+def test_parameters_that_share_memory_share_it_in_the_block_too():
+    class Overlapping(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.whole = nn.Parameter(torch.arange(6.0))
+            self.part = nn.Parameter(self.whole.data[1:5:2])
+
+    model = Overlapping().share_memory()
+    with apart(model), torch.no_grad():
+        model.whole += 1
+        assert model.part.tolist() == [2, 4]
+    assert model.whole.tolist() == [0, 1, 2, 3, 4, 5]
+
+
+def test_a_reference_that_keeps_a_tensor_from_being_given_back_loses_no_value():
+    model, kept = nn.Linear(2, 2), []
+    with apart(model):
+        kept.append(torch._C._WeakTensorRef(model.weight))
+    assert model.weight.is_leaf
+    values = model.weight.detach().clone()
+    with apart(model):  # as it is
+        assert torch.equal(model.weight, values)
+    assert torch.equal(model.weight, values)
+    with apart(nn.LazyLinear(3)):
+        pass
 
 
 def test_an_error_while_parameters_change_gives_all_of_them_back():

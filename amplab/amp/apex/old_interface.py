@@ -177,7 +177,10 @@ class OptimWrapper:
         return returned
 
     def zero_grad(self, *args: Any, **kwargs: Any) -> None:
-        """Drop the gradients and begin the step again, as after an error between a backward and `step`. Sync: none."""
+        """Drop the gradients and begin the step again, as after an error between a backward and `step`. Sync: none.
+
+        An overflow since the last step still skips the next one.
+        """
         self._losses = 0
         self._optimizer.zero_grad(*args, **kwargs)
 

@@ -100,7 +100,7 @@ def read_run_state(path: Path, *, whole: bool = True) -> dict[str, Any]:
         )
     _refuse_damage(path, whole=whole)
     try:
-        state = torch.load(path, map_location="cpu", weights_only=True, mmap=not whole)
+        state = torch.load(path, map_location="cpu", weights_only=True, mmap=not whole and _is_text(path))
     except Exception as error:  # altered bytes can raise anything in the unpickler
         if is_interrupt(error) or _is_of_disk(error):
             raise
@@ -121,6 +121,15 @@ def read_run_state(path: Path, *, whole: bool = True) -> dict[str, Any]:
             f"format {FORMAT}; install the amplab that wrote it, or a newer one."
         )
     return state
+
+
+def _is_text(path: Path) -> bool:
+    """Whether a path is valid UTF-8; torch maps no other file."""
+    try:
+        str(path).encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def _refuse_damage(path: Path, *, whole: bool) -> None:

@@ -224,8 +224,9 @@ class LoopRecorder:
     def _gradients_among(self, tensors: list[Tensor]) -> list[tuple[str, Tensor]]:
         """Return those of `tensors` that are gradients, with the names of the model's parameters, also of masters.
 
-        Where all gradients are is looked up at most once in an optimizer's step, which has several ops for each, and
-        otherwise only if another tensor is among `tensors`.
+        Where all gradients are is looked up at most once between two backwards in an optimizer's step, which has
+        several ops for each, and otherwise only if another tensor is among `tensors`. A gradient that the step itself
+        replaces later is missed.
         """
         addresses = [each.data_ptr() for each in tensors]
         if not (self._in_step and self._is_looked_up) and not all(map(self._gradient_at, addresses)):
@@ -392,6 +393,7 @@ class LoopRecorder:
                     yield self._names[id(own)], parameter
 
     def _deliver(self, name: str, parameter: Tensor) -> None:
+        self._is_looked_up = False  # a closure has its backward in the step
         with _disable_current_modes():  # a mode that follows values must not see the norm of this hook
             self._delivered(name, parameter)
 

@@ -3,9 +3,9 @@
 Each step reaches the operating system as it ends, so a killed process loses none; its last line may be cut off. On a
 disk that needs more than 0.2 ms for a write, steps wait for a later step, which is written after at most
 `FLUSH_SECONDS`; a process that is killed before that, also in a long pause of its loop, loses those that wait. A
-program that ends, or a log that is not referenced any more, writes them. While a
-disk is full, the lines that fit are written, and up to `MOST_WAITING` others wait in memory. A part of a line is
-removed from the file at once, so that no line in the middle is torn.
+program that ends, or a log that is not referenced any more, writes them. While a disk is full, the lines that fit are
+written, and up to `MOST_WAITING` others wait in memory. A part of a line is removed from the file at once, so that no
+line in the middle is torn.
 """
 
 from __future__ import annotations

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from amplab import amp
-from amplab.amp.run_state.file_format import write_atomically
+from amplab.amp.run_state.file_format import read_run_state, write_atomically
 
 ROOT = Path(__file__).resolve().parents[3]
 NOBODY = 65534
@@ -177,3 +177,11 @@ def test_a_folder_that_may_be_written_to_and_not_read_gets_the_file():
     assert path.read_bytes() == b"whole" * 1000
     path.unlink()
     folder.rmdir()
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="names that are not UTF-8")
+def test_a_file_whose_name_is_no_text_is_read_without_its_tensors_too(tmp_path):
+    folder = Path(os.fsdecode(os.fsencode(tmp_path) + b"/\xff"))
+    folder.mkdir()
+    amp.save_run_state(folder / "run.pt", position=3)
+    assert [read_run_state(folder / "run.pt", whole=whole)["position"] for whole in (True, False)] == [3, 3]
