@@ -365,7 +365,8 @@ def _examine_loop(
     stateful: Sequence[Any],
 ) -> list[Finding]:
     raised = Raised(train_step)
-    reached = [each for each in schedulers_of(train_step) if not any(each is other for other in stateful)]
+    schedulers = schedulers_of(train_step, counting=False)
+    reached = [each for each in schedulers if not any(each is other for other in stateful)]
     api = Api(api_style_of(scaler))
     try:
         with compiled_functions_eagerly():

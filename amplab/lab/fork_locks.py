@@ -9,8 +9,11 @@ from __future__ import annotations
 import os
 import threading
 import weakref
+from contextlib import suppress
 from enum import IntEnum
 from functools import partial
+
+from amplab.policies.signals import DeferredSignals
 
 __all__ = ["LockOrder", "hold_over_forks"]
 
@@ -35,14 +38,16 @@ def hold_over_forks(lock: threading.RLock, order: LockOrder) -> None:
 def _hold_all() -> None:
     present = list(_locks.values())  # at once: other threads may add some
     locks = [(order, id(lock), lock) for order, reference in present if (lock := reference()) is not None]
-    _held[:] = [lock for *_, lock in sorted(locks, key=lambda each: each[:2])]
-    for lock in _held:
-        lock.acquire()
+    with DeferredSignals():  # a lock that is not listed would stay taken
+        for *_, lock in sorted(locks, key=lambda each: each[:2]):
+            lock.acquire()
+            _held.append(lock)
 
 
 def _release_all() -> None:
     while _held:
-        _held.pop().release()
+        with suppress(RuntimeError):
+            _held.pop().release()
 
 
 if hasattr(os, "register_at_fork"):

@@ -197,16 +197,17 @@ class Watch:
         self._began, self._is_open, self._handled = time.perf_counter_ns(), True, sys.exception()
         self.thread = get_ident()
         try:
-            self._ends.append(self._hooks.end)
-            self._rerun.begin()
-            self._hooks.need("forward", self._probe.waits_for_forward)
-            self._hooks.need("output")
-            self._hooks.need("gradients")
-            self._look.begin()
-            if not self._look.rests:
-                self._ends.append(before_untouched(self._look.pause))  # a tool, whose steps are none of the loop
-            self._ends.append(self._idle.follow())
-            self._ends.append(self._probe.follow(self._optimizers[0], self._take))
+            with DeferredSignals():  # what is registered must be known to `_stop_following`
+                self._ends.append(self._hooks.end)
+                self._rerun.begin()
+                self._hooks.need("forward", self._probe.waits_for_forward)
+                self._hooks.need("output")
+                self._hooks.need("gradients")
+                self._look.begin()
+                if not self._look.rests:
+                    self._ends.append(before_untouched(self._look.pause))  # a tool, whose steps are none of the loop
+                self._ends.append(self._idle.follow())
+                self._ends.append(self._probe.follow(self._optimizers[0], self._take))
             return self
         except BaseException:  # an interrupt: the block does not begin, so `__exit__` is not called
             self._stop_following()
@@ -582,7 +583,8 @@ class Watch:
             self._run_again(record.step, record.loss_scale, record.loss, self._skips_in_a_row)
         cannot = not self._rerun.is_possible or self._needs_other_ranks
         if self._skips_in_a_row == _SKIPS_BEFORE_CHECK and cannot:
-            self._check = StepCheck(self._model)
+            with DeferredSignals():  # so that the end of the watch knows its hooks
+                self._check = StepCheck(self._model)
 
     def _run_again(self, step: int, loss_scale: float, loss: float | Tensor | None, in_a_row: int) -> None:
         """Explain a bad step by running it again, if that is possible and the budget allows it."""

@@ -20,6 +20,9 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.hooks import RemovableHandle
+
+from amplab.policies.signals import DeferredSignals
 
 __all__ = [
     "PostedTexts",
@@ -157,18 +160,17 @@ def on_this_rank_alone() -> Iterator[None]:
         yield
         return
     alone = _Alone()
-    handles = (
-        register_module_forward_pre_hook(alone.before_forward),
-        register_module_forward_hook(alone.after_forward, always_call=True),  # also after a forward that raises
-    )
-    _blocks.append(alone)
     try:
+        with DeferredSignals():
+            alone.begin()
         yield
     finally:
-        _blocks.remove(alone)
-        for each in handles:
-            each.remove()
-        alone.restore()
+        try:
+            with DeferredSignals():
+                alone.end()
+        except BaseException:  # of a signal that came before it let them wait
+            alone.end()
+            raise
 
 
 def is_alone() -> bool:
@@ -194,6 +196,22 @@ class _Alone:
     def __init__(self) -> None:
         self.before: dict[nn.Module, dict[str, Any]] = {}
         self._thread = threading.get_ident()
+        self._handles: list[RemovableHandle] = []
+
+    def begin(self) -> None:
+        """Begin the block."""
+        self._handles.append(register_module_forward_pre_hook(self.before_forward))
+        # Also after a forward that raises.
+        self._handles.append(register_module_forward_hook(self.after_forward, always_call=True))
+        _blocks.append(self)
+
+    def end(self) -> None:
+        """End the block; a second call finishes what an interrupt has left."""
+        for each in self._handles:
+            each.remove()
+        while self in _blocks:
+            _blocks.remove(self)
+        self._restore()
 
     def is_here(self) -> bool:
         """Return whether the calling thread runs the block, or computes a backward for threads that may."""
@@ -210,7 +228,7 @@ class _Alone:
         if self.is_here():
             _set(module, self.before.pop(module, {}))
 
-    def restore(self) -> None:
+    def _restore(self) -> None:
         """Restore the modules whose forward was interrupted: torch calls no hook after one."""
         while self.before:
             module, values = next(iter(self.before.items()))

@@ -275,7 +275,9 @@ def end_blocks_of(error: BaseException | None, handled: BaseException | None) ->
     Else a block that is suspended in contextlib, and one of `torch.inference_mode`, end when `error` is freed, and
     change the thread then; the latter restores all dispatch keys. One of `warnings.catch_warnings` does not end at all.
     """
-    while error is not None and error is not handled:
+    seen: list[BaseException] = []  # the contexts of errors may make a ring
+    while error is not None and error is not handled and all(error is not each for each in seen):
+        seen.append(error)
         for frame, _ in reversed([*traceback.walk_tb(error.__traceback__)]):
             with contextlib.suppress(Exception):  # of code that the tool has called, or of a block that has not begun
                 _end_block(frame)

@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.utils._python_dispatch import _disable_current_modes
 
+from amplab.amp.apex.before_initialize import hooks_of
 from amplab.trace.as_found import Undo, rebind
 from amplab.trace.optimizer_hooks import observe_steps
 from amplab.trace.tensor_copies import TensorCopy, restore_all
@@ -55,6 +56,7 @@ class OptimizerState(NamedTuple):
         stepped: the values of its parameters.
         slots: those of the other tensors in its state and settings.
         containers: restore the dicts and lists around them.
+        hooks: its dicts of hooks, each with what it has.
         attributes: its own, such as a count of steps, or what a scheduler of torch's has put there.
     """
 
@@ -62,6 +64,7 @@ class OptimizerState(NamedTuple):
     stepped: list[TensorCopy]
     slots: list[TensorCopy]
     containers: list[Callable[[], object]]
+    hooks: list[tuple[dict[Any, Any], dict[Any, Any]]]
     attributes: dict[str, Any]
 
     @classmethod
@@ -71,7 +74,8 @@ class OptimizerState(NamedTuple):
         found, containers = _contents([optimizer.state, optimizer.param_groups])
         parameters = {id(copy.tensor) for copy in stepped}
         slots = [TensorCopy.of(tensor) for tensor in found if id(tensor) not in parameters]
-        return cls(optimizer, stepped, slots, containers, dict(vars(optimizer)))
+        hooks = [(each, dict(each)) for each in hooks_of(optimizer)]
+        return cls(optimizer, stepped, slots, containers, hooks, dict(vars(optimizer)))
 
     def is_unmoved(self) -> bool:
         """Whether no parameter has changed. Sync: one for each."""
@@ -83,6 +87,8 @@ class OptimizerState(NamedTuple):
             restore_all([*self.stepped, *self.slots])
         finally:
             rebind(vars(self.optimizer), self.attributes)
+            for hooks, before in self.hooks:
+                rebind(hooks, before)
             for restore in self.containers:
                 restore()
 

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
+from amplab.amp.apex.before_initialize import hooks_of
 from amplab.amp.run_state.models_of_tools import MODELS_OF_TOOLS
 from amplab.parallel.ranks import on_this_rank_alone
 from amplab.trace.as_found import Undo, rebind, remove_hooks_since
@@ -167,6 +168,8 @@ class _ModuleState(NamedTuple):
     copies: tuple[TensorCopy, ...]
     attributes: dict[str, Any] | None
     generators: tuple[Callable[[], object], ...]
+    not_persistent: set[str]
+    hooks: tuple[tuple[dict[Any, Any], dict[Any, Any]], ...]
     next_hook: int
 
     @classmethod
@@ -177,7 +180,10 @@ class _ModuleState(NamedTuple):
         copies = tuple(TensorCopy.of(tensor) for tensor in tensors)
         attributes = None if type(module).__module__.startswith(_WRAPPERS) else dict(vars(module))
         generators = restorers((attributes or {}).values())
-        own = parameters, buffers, children, copies, attributes, generators
+        owners = module, *(each for each in parameters.values() if each is not None)
+        hooks = tuple((each, dict(each)) for owner in owners for each in hooks_of(owner))
+        not_persistent = set(module._non_persistent_buffers_set)
+        own = parameters, buffers, children, copies, attributes, generators, not_persistent, hooks
         return cls(module, type(module), module.training, *own, RemovableHandle.next_id)
 
     def restore(self) -> None:
@@ -191,11 +197,15 @@ class _ModuleState(NamedTuple):
         rebind(self.module._parameters, self.parameters)
         rebind(self.module._buffers, self.buffers)
         rebind(self.module._modules, self.children)
+        self.module._non_persistent_buffers_set.clear()
+        self.module._non_persistent_buffers_set.update(self.not_persistent)
         for name in self.parameters.keys() & vars(self.module).keys():
             del vars(self.module)[name]  # which hides the parameter, as after `torch.nn.utils.weight_norm`
         remove_hooks_since(self.module, self.next_hook)
         for parameter in self.parameters.values():
             if parameter is not None:
                 remove_hooks_since(parameter, self.next_hook)
+        for hooks, before in self.hooks:
+            rebind(hooks, before)  # also those that the block has removed
         with _unseen_by_engines():
             restore_all(self.copies)

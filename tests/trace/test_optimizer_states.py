@@ -307,3 +307,47 @@ def test_a_tool_before_the_first_step_leaves_the_order_of_a_schedulers_calls_to_
     assert vars(optimizer) == before
     with pytest.warns(UserWarning, match="before `optimizer.step"):
         schedule.step()
+
+
+def test_the_doctor_restores_every_scheduler_and_all_other_state():
+    class Average:
+        """Empty until it is first updated; one that cannot be restored is before it."""
+
+        def __init__(self, *, fails=False):
+            self.values, self.fails = {}, fails
+
+        def state_dict(self):
+            return dict(self.values)
+
+        def load_state_dict(self, state):
+            if self.fails:
+                raise KeyError("cannot be restored")
+            self.values = dict(state)
+
+    model = nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    plateau = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer)
+    chained = torch.optim.lr_scheduler.ChainedScheduler([torch.optim.lr_scheduler.StepLR(optimizer, 3)])
+    average, broken = Average(), Average(fails=True)
+    hooks = []
+
+    def once(*_):
+        hooks.pop().remove()
+
+    hooks.append(optimizer.register_step_pre_hook(once))
+
+    def train_step(x):
+        optimizer.zero_grad()
+        loss = model(x).square().sum()
+        loss.backward()
+        optimizer.step()
+        plateau.step(loss.item())
+        chained.step()
+        average.values["weight"] = broken.values["weight"] = model.weight.detach().clone()
+
+    before = copy.deepcopy((plateau.state_dict(), chained.state_dict()))
+    with pytest.raises(KeyError, match="cannot be restored"):
+        amplab.doctor(model, torch.ones(2, 2), optimizer=optimizer, train_step=train_step, stateful=[broken, average])
+    assert (plateau.state_dict(), chained.state_dict()) == before
+    assert average.values == {}
+    assert len(optimizer._optimizer_step_pre_hooks) == 1

@@ -311,6 +311,54 @@ def test_the_cache_of_computed_weights_is_the_loops(level):
     assert not nn.utils.parametrize._cache
 
 
+def test_hooks_that_a_forward_removes_and_registers_again_are_the_users():
+    """As of an initialization by the first batch, which removes its hook."""
+    model, x, calls = nn.Linear(2, 2), torch.ones(1, 2), []
+    handles = {}
+
+    def once(name):
+        return lambda *_: (calls.append(name), handles[name].remove(), None)[-1]
+
+    handles["module"] = model.register_forward_pre_hook(once("module"))
+    handles["weight"] = model.weight.register_hook(once("weight"))
+    xray(model, x)
+    assert calls == ["module", "weight"]
+    model(x).sum().backward()
+    assert calls == ["module", "weight"] * 2
+    assert not model._forward_pre_hooks
+
+
+def test_which_buffers_are_saved_is_as_before():
+    class Registering(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear = nn.Linear(2, 2)
+            self.register_buffer("mask", torch.ones(2), persistent=False)
+            self.register_buffer("kept", torch.ones(2))
+
+        def forward(self, x):
+            del self.mask, self.kept
+            self.register_buffer("mask", torch.ones(2))
+            self.register_buffer("kept", torch.ones(2), persistent=False)
+            return self.linear(x) * self.mask
+
+    model = Registering()
+    before = [*model.state_dict()]
+    xray(model, torch.ones(1, 2))
+    assert [*model.state_dict()] == before
+
+
+def test_errors_whose_contexts_make_a_ring_end_a_tool():
+    first, second = ValueError("first"), ValueError("second")
+    first.__context__, second.__context__ = second, first
+
+    def step():
+        raise first
+
+    with pytest.raises(ValueError, match="first"):
+        xray(nn.Linear(2, 1), step=step)
+
+
 CHANGED_PARTS = {
     "added": lambda model: model.append(nn.Tanh()),
     "another": lambda model: model.__setitem__(0, nn.Tanh()),

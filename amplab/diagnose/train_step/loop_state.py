@@ -6,6 +6,7 @@ import copy
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -47,11 +48,11 @@ def kept(
             parameter.grad = grad
         for scale, before in scalers:
             scale.state = before
-        for each, state in states:
-            if state:  # empty for a disabled scaler
-                each.load_state_dict(state)
 
     with Undo() as undo:
+        for each, state in reversed(states):
+            if state or not isinstance(each, torch.amp.GradScaler):  # empty for a disabled scaler
+                undo.add(partial(each.load_state_dict, state))  # on its own: another one may raise
         undo.add(restore)
         yield saved
 

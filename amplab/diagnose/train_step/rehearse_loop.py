@@ -121,7 +121,8 @@ def rehearse(
     schedulers = schedulers_of(train_step, stateful)
     named = {id(each) for each in stateful}
     recorder = LoopRecorder(model, optimizers, scaler, ScheduleWatch(schedulers, optimizers), overflows=overflows)
-    others = [each for each in (*schedulers, *_other_scalers(train_step, scaler)) if id(each) not in named]
+    changed = *schedulers_of(train_step, stateful, counting=False), *_other_scalers(train_step, scaler)
+    others = [each for each in changed if id(each) not in named]
     with (
         apart(model),  # first: the optimizers step its tensors
         kept(optimizers, scaler, [*stateful, *others]) as before,
@@ -181,8 +182,8 @@ def _gradients_left_over(
     Arguments, and what is restored, as for `rehearse`. Sync: many.
     """
     named = {id(each) for each in stateful}
-    others = [*schedulers_of(train_step, stateful), *_other_scalers(train_step, scaler)]
-    others = [each for each in others if id(each) not in named]
+    changed = *schedulers_of(train_step, stateful, counting=False), *_other_scalers(train_step, scaler)
+    others = [each for each in changed if id(each) not in named]
     with apart(model), kept(optimizers, scaler, [*stateful, *others]), untouched(model):
         with LoopRecorder(model, optimizers, scaler, overflows=True).recording():
             train_step()

@@ -32,10 +32,15 @@ class ScheduleMove(NamedTuple):
     without_step: bool
 
 
-def schedulers_of(train_step: Callable[[], Any], stateful: Sequence[Any] = ()) -> list[LRScheduler]:
+def schedulers_of(
+    train_step: Callable[[], Any], stateful: Sequence[Any] = (), *, counting: bool = True
+) -> list[LRScheduler]:
     """The schedulers in `stateful`, and those that the variables in the code of `train_step` lead to.
 
-    Schedulers that follow a measured value are left out: they do not count steps.
+    Args:
+        train_step: a whole iteration.
+        stateful: objects with state_dict and load_state_dict.
+        counting: leave out those that do not count steps, since they follow a measured value.
 
     >>> import torch
     >>> scheduler = torch.optim.lr_scheduler.StepLR(torch.optim.SGD([torch.ones(1)], lr=1.0), 1)
@@ -44,7 +49,7 @@ def schedulers_of(train_step: Callable[[], Any], stateful: Sequence[Any] = ()) -
     """
     found = {id(each): each for each in stateful if isinstance(each, LRScheduler)}
     found |= {id(each): each for each in reached_from(train_step) if isinstance(each, LRScheduler)}
-    return [each for each in found.values() if not isinstance(each, ReduceLROnPlateau)]
+    return [each for each in found.values() if not (counting and isinstance(each, ReduceLROnPlateau))]
 
 
 def reached_from(train_step: Callable[[], Any], names: Container[str] | None = None) -> Iterator[Any]:
@@ -113,7 +118,8 @@ class ScheduleWatch:
 
     def __init__(self, schedulers: Sequence[LRScheduler], optimizers: Sequence[Optimizer]) -> None:
         numbers = {id(optimizer): number for number, optimizer in enumerate(optimizers)}
-        self._followed = [(each, numbers[id(each.optimizer)]) for each in schedulers if id(each.optimizer) in numbers]
+        counted = [each for each in schedulers if hasattr(each, "last_epoch")]  # a ChainedScheduler has several counts
+        self._followed = [(each, numbers[id(each.optimizer)]) for each in counted if id(each.optimizer) in numbers]
         self._start = [each.last_epoch for each, _ in self._followed]
         self._at_step: dict[int, list[int]] = {}
 
