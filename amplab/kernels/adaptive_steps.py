@@ -74,6 +74,7 @@ def adagrad_(
 
     Reference: J. Duchi, E. Hazan, Y. Singer, "Adaptive subgradient methods", 2011; apex ``multi_tensor_adagrad``.
 
+    >>> import torch
     >>> weight = torch.tensor([1.0])
     >>> adagrad_([weight], [torch.tensor([5.0])], [torch.zeros(1)], [torch.zeros(())], lr=0.25)
     >>> weight.item()
