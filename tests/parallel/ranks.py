@@ -45,6 +45,7 @@ __all__ = ["Outcome", "RankError", "rank_outcomes", "run_ranks"]
 
 _LIMIT = 200.0  # seconds; some seconds of work on a machine that other programs use, too. Less than that of a test
 _TO_END = 60.0  # seconds, for what takes a fraction of one
+_THREADS_END = 5.0  # seconds, for the threads of a group that is gone
 _AT_LIMIT = 1  # the exit code of a rank that faulthandler ends
 _context = multiprocessing.get_context("forkserver")
 _IMPORTED_ONCE = ["torch", "torch._dynamo", "amplab.amp", "amplab.parallel"]
@@ -212,7 +213,10 @@ def _called(source: tuple[str, str, str], pickled: bytes, place: _Place, connect
     _forget_meshes()
     if dist.is_initialized():
         dist.destroy_process_group()
-    if left := _gloo_threads():
+    end = time.monotonic() + _THREADS_END
+    while (left := _gloo_threads()) and time.monotonic() < end:
+        time.sleep(0.05)
+    if left:
         return pickle.dumps((None, f"left its process group alive, with the threads {left}: this process may abort"))
     return value
 
