@@ -30,7 +30,6 @@ from amplab.trace.argument_checks import check_loss, check_step
 from amplab.trace.as_found import leaves_as_found
 from amplab.trace.dispatch_mode import DispatchMode
 from amplab.trace.engines import clear_cast_caches
-from amplab.trace.stand_ins import stand_ins
 from amplab.trace.untouched import untouched
 
 __all__ = [
@@ -296,10 +295,10 @@ def in_format(model: nn.Module, dtype: torch.dtype) -> Iterator[None]:
     The model's weights of these dtypes are replaced. The block must be inside of `amplab.trace.untouched.untouched`,
     which restores their values.
     """
-    with stand_ins(model.parameters()), _OtherFormat(dtype):
-        for tensor in (*model.parameters(), *model.buffers()):
-            if tensor.dtype in LOW_PRECISION_DTYPES:
-                tensor.data = tensor.data.to(dtype)
+    for tensor in (*model.parameters(), *model.buffers()):
+        if tensor.dtype in LOW_PRECISION_DTYPES:
+            tensor.data = tensor.data.to(dtype)
+    with _OtherFormat(dtype):
         yield
 
 

@@ -265,8 +265,8 @@ class Watch:
         inner = next((name for name, each in vars(optimizer).items() if isinstance(each, Optimizer)), "")
         other = f", such as optimizer.{inner}" if inner else ""
         return (
-            f"no step was recorded, since {type(optimizer).__name__}.step was not called, though w.loss was, "
-            f"{count(self._losses, 'time')}. Pass the optimizer whose step the loop calls{other}."
+            f"no step was recorded: w.loss was called {count(self._losses, 'time')}, and "
+            f"{type(optimizer).__name__}.step never. Pass the optimizer whose step the loop calls{other}."
         )
 
     def batches(self, loader: Iterable[T]) -> Iterator[T]:

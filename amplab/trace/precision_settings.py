@@ -16,7 +16,6 @@ from amplab.formats import LOW_PRECISION_DTYPES
 from amplab.policies import CastingEngine, PrecisionPolicy, disable_casts, thread_engines
 from amplab.trace.as_found import Undo
 from amplab.trace.handed_step import ModelGroup
-from amplab.trace.stand_ins import stand_ins
 from amplab.trace.untouched import untouched
 
 __all__ = ["PrecisionSetting", "precision_setting"]
@@ -158,17 +157,11 @@ def _models(model: nn.Module) -> Iterator[nn.Module]:
 
 
 @contextmanager
-def _castable(model: nn.Module) -> Iterator[None]:
-    with untouched(model), stand_ins(model.parameters()):
-        yield
-
-
-@contextmanager
 def _initialized(model: nn.Module, opt_level: str | None, policy: PrecisionPolicy | None) -> Iterator[PrecisionSetting]:
     level = "O1" if opt_level is None else opt_level
     session = amp.Session()
     # session.reset alone would leave weights rounded to 16 bits
-    with _castable(model) if level in ("O2", "O3") else nullcontext(), Undo() as undo:
+    with untouched(model) if level in ("O2", "O3") else nullcontext(), Undo() as undo:
         undo.add(session.reset)
         session.initialize(list(_models(model)), opt_level=level, verbosity=0, policy=policy)
         name = " with ".join(filter(None, (opt_level, f"the policy {policy}" if policy is not None else "")))

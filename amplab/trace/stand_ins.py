@@ -89,10 +89,11 @@ def stand_ins(tensors: Iterable[Tensor], *, copied: bool = False) -> Iterator[No
 def _copy(tensor: Tensor, storages: dict[int, torch.UntypedStorage]) -> Tensor:
     """Return a copy; those of tensors that share memory share it, too."""
     storage = tensor.untyped_storage()
-    copied = storages.setdefault(storage.data_ptr(), storage)
-    if copied is storage:
-        copied = storages[storage.data_ptr()] = storage.clone()
-    return torch.empty(0, dtype=tensor.dtype).set_(copied, tensor.storage_offset(), tensor.shape, tensor.stride())
+    address = storage.data_ptr()
+    if address not in storages:
+        storages[address] = storage.clone()
+    empty = torch.empty(0, dtype=tensor.dtype)
+    return empty.set_(storages[address], tensor.storage_offset(), tensor.shape, tensor.stride())
 
 
 @contextmanager

@@ -56,7 +56,7 @@ def given_path(path: Any, argument: str = "path") -> Path:
     if "\0" in text:
         raise ValueError(f"{argument}={text!r}: no path has a NUL character; remove it.")
     if _ADDRESS.match(text):  # would be a folder of the name "s3:"
-        raise ValueError(f"{argument}={text!r}: expected a local path, not an address; copy the file there later.")
+        raise ValueError(f"{argument}={text!r}: expected a local path, not an address; copy the file to or from there.")
     home = os.path.expanduser(text)
     if home == text and text.startswith("~") and "/" in text:
         user, _, rest = text.partition("/")
