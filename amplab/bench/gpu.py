@@ -57,7 +57,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.device == "cpu":
         return _on_cpu(options)
     if not torch.cuda.is_available():
-        return _refuse("no CUDA device found, so nothing was measured; --device cpu --small checks the CPU's kernels.")
+        return _refuse(
+            "no CUDA device found, so nothing was measured; `python -m amplab.bench.gpu --device cpu --small` "
+            "checks the CPU's kernels."
+        )
     built = kernels.ensure(wait=True)
     if built.status != "built" or not current_recipe().cuda:
         return _refuse(f"the CUDA kernels are not available: {built}")

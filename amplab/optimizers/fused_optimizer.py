@@ -28,7 +28,7 @@ from torch.optim import Optimizer
 from amplab.formats import LOW_PRECISION_DTYPES
 from amplab.kernels import is_refusal, unscale_, unscaled_norm
 from amplab.optimizers.group_settings import REQUIRED, check_settings, groups_with_rates
-from amplab.scalers import is_sharded, local_shard
+from amplab.scalers import is_sharded, local_shard, to_device
 
 __all__ = ["FusedOptimizer", "StepBatch", "new_state"]
 
@@ -222,10 +222,12 @@ class FusedOptimizer(Optimizer):
             grads = [grad for grad in self._grads(self._listed()) if grad is not None]
             if self.keeps_grads_scaled or not grads or any(grad.dtype in LOW_PRECISION_DTYPES for grad in grads):
                 return None
-            inverse = _inverse(scale).to(grads[0].device, non_blocking=True)
+            inverse = to_device(_inverse(scale), grads[0].device)
             try:
                 found, norm = _check_device(grads, bool(self._max_norm), inverse)
-            except RuntimeError:
+            except RuntimeError as error:
+                if not is_refusal(error):
+                    raise
                 return None
         self._checked = None if norm is None else (found, norm)
         return {found.device: found}
@@ -242,7 +244,9 @@ class FusedOptimizer(Optimizer):
         try:
             found, norm = _check_device(grads, bool(self._max_norm))
             return {found.device: found}, norm
-        except RuntimeError:  # sparse, or on several devices
+        except RuntimeError as error:
+            if not is_refusal(error):  # sparse, or on several devices
+                raise
             return self._check_by_device(grads)
 
     def _check_by_device(self, grads: list[Tensor]) -> tuple[dict[torch.device, Tensor], Tensor | None]:
@@ -404,19 +408,17 @@ class FusedOptimizer(Optimizer):
             return
         inverse = _inverse(scale)
         if found_inf is not None and found_inf.device.type != "cpu":
-            skipped = found_inf.to(inverse.device, non_blocking=True).reshape(()) != 0
+            skipped = to_device(found_inf, inverse.device).reshape(()) != 0
             inverse = torch.where(skipped, 1.0, inverse)
         try:
             for device, here in _by_device(grads).items():
-                unscale_(
-                    here, torch.zeros((), dtype=torch.float32, device=device), inverse.to(device, non_blocking=True)
-                )
+                unscale_(here, torch.zeros((), dtype=torch.float32, device=device), to_device(inverse, device))
         except RuntimeError as error:
             if not is_refusal(error):  # gradients that share memory, or that are expanded
                 raise
             for param in self._listed():
                 if param.grad is not None:
-                    param.grad = param.grad * inverse.to(param.device, non_blocking=True)
+                    param.grad = param.grad * to_device(inverse, param.device)
 
     def _count(self, found_inf: Tensor | None) -> None:
         """Count a step in every group, unless it was skipped. Sync: none; on a GPU the count is then a tensor."""
@@ -449,7 +451,7 @@ def _factor(scale: Tensor | None, norm: Tensor | None, max_norm: float) -> Tenso
     if norm.device.type == "cpu" and (inverse is None or inverse.device.type == "cpu"):
         number = 1.0 if inverse is None else inverse.item()  # as Python numbers: no torch call for each operation
         return torch.full((), number * _clipping(norm.item() * number, max_norm), dtype=torch.float32)
-    factor = _one(norm.device) if inverse is None else inverse.to(norm.device, non_blocking=True)
+    factor = _one(norm.device) if inverse is None else to_device(inverse, norm.device)
     return factor * torch.clamp(max_norm / (norm * factor + 1e-6), max=1.0)
 
 
@@ -539,16 +541,12 @@ def _one(device: torch.device) -> Tensor:
 def _total(norms: list[Tensor]) -> Tensor | None:
     if len(norms) < 2:
         return norms[0] if norms else None
-    total: Tensor = torch.linalg.vector_norm(
-        torch.stack([norm.to(norms[0].device, non_blocking=True) for norm in norms])
-    )
+    total: Tensor = torch.linalg.vector_norm(torch.stack([to_device(norm, norms[0].device) for norm in norms]))
     return total
 
 
 def _on(device: torch.device, scalar: Tensor | None) -> Tensor | None:
-    if scalar is None or scalar.device == device:
-        return scalar
-    return scalar.to(device, non_blocking=True)
+    return None if scalar is None else to_device(scalar, device)
 
 
 def _same(a: list[Any], b: list[Any]) -> bool:

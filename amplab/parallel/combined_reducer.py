@@ -35,7 +35,7 @@ from amplab.parallel.agreement import explained_absence, first_rank, refuse_disa
 from amplab.parallel.buckets import Bucket, bucket_ends
 from amplab.parallel.rank_notes import Notes
 from amplab.parallel.ranks import is_alone
-from amplab.scalers import FlatGradients
+from amplab.scalers import FlatGradients, to_device
 from amplab.scalers.flat_buffer import FlatBuffer
 
 __all__ = ["CombinedReducer"]
@@ -285,9 +285,9 @@ class CombinedReducer:
         else:
             if device not in self._factor:
                 share = 1.0 / dist.get_world_size(self._group)
-                self._factor[device] = torch.tensor([share], dtype=torch.float32, device=device)
+                self._factor[device] = torch.full((1,), share, dtype=torch.float32, device=device)
             bucket.fill(self._factor[device])
-        bucket.notes.copy_(torch.tensor(self._told()))
+        bucket.notes.copy_(to_device(torch.tensor(self._told()), bucket.notes.device))
         with explained_absence("average gradients"):
             self._works.append(dist.all_reduce(bucket.tensor, group=self._group, async_op=True))
 

@@ -39,6 +39,7 @@ from amplab.scalers.rules import (
     StaticScale,
 )
 from amplab.scalers.scale_path import ScalePath, scale_path, steps_lost
+from amplab.scalers.to_device import to_device
 from amplab.scalers.unscaler import FlatGrads, Unscaler, inverse_scale, is_sharded, local_shard, strided_grad
 
 __all__ = [
@@ -86,4 +87,5 @@ __all__ = [
     "scale_path",
     "steps_lost",
     "strided_grad",
+    "to_device",
 ]

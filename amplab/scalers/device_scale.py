@@ -17,6 +17,7 @@ from torch import Tensor
 
 from amplab.kernels import update_scale_
 from amplab.scalers.rules import HysteresisState, RecurrentRule, ScaleRule, ScaleState, float32, hysteresis_of
+from amplab.scalers.to_device import to_device
 
 __all__ = ["DeviceScale", "HostScale", "RecurrentScale", "device_scale"]
 
@@ -151,7 +152,7 @@ class RecurrentScale(DeviceScale):
 
     def _on_device(self, found_inf: Tensor | bool) -> Tensor:
         if isinstance(found_inf, Tensor):
-            return found_inf.detach().to(self.scale.device, torch.float32, non_blocking=True)
+            return to_device(found_inf.detach(), self.scale.device, torch.float32)
         return torch.full((), float(found_inf), dtype=torch.float32, device=self.scale.device)
 
     def state(self) -> ScaleState:
@@ -174,7 +175,7 @@ class RecurrentScale(DeviceScale):
     def set_scale_(self, scale: float | Tensor) -> None:
         """Set the scale, which may be outside the rule's bounds, and keep the counts. Sync: none."""
         scale = scale.detach().reshape(()) if isinstance(scale, Tensor) else torch.tensor(scale, dtype=torch.float64)
-        self._double.copy_(scale.to(self._double.device, torch.float64, non_blocking=True))
+        self._double.copy_(to_device(scale, self._double.device, torch.float64))
         self.scale.copy_(self._double)
 
     @torch.no_grad()

@@ -14,6 +14,7 @@ from torch.nn import Parameter
 
 from amplab.formats import LOW_PRECISION_DTYPES
 from amplab.kernels import unscale_add, unscale_copy
+from amplab.scalers.to_device import to_device
 from amplab.scalers.unscaler import inverse_scale, tensors_of
 
 __all__ = ["MasterPair", "MasterWeights"]
@@ -111,7 +112,7 @@ class MasterWeights:
             here = found_inf if found_inf.device == device else torch.zeros(1, dtype=torch.float32, device=device)
             _unscale_into(grads, here, inverse_scale(scale, device), place, accumulate=accumulate)
             if here is not found_inf:
-                found_inf.copy_(torch.maximum(found_inf, here.to(found_inf.device, non_blocking=True)))
+                found_inf.copy_(torch.maximum(found_inf, to_device(here, found_inf.device)))
         return found_inf
 
     @torch.no_grad()

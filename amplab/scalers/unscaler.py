@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from amplab.kernels import ParameterList, is_refusal, refusal_naming, unscale_
+from amplab.scalers.to_device import to_device
 
 __all__ = [
     "FlatGrads",
@@ -40,7 +41,7 @@ def gathered_found_inf(found: Mapping[torch.device, Tensor], found_inf: Tensor |
     if found_inf is None:
         found_inf = torch.zeros(1, dtype=torch.float32, device=next(iter(found), None))
     for here in found.values():
-        found_inf.copy_(torch.maximum(found_inf, here.to(found_inf.device, non_blocking=True)))
+        found_inf.copy_(torch.maximum(found_inf, to_device(here, found_inf.device)))
     return found_inf
 
 
@@ -53,10 +54,10 @@ def inverse_scale(scale: float | Tensor, device: torch.device) -> Tensor:
     Sync: none.
     """
     if isinstance(scale, Tensor):
-        return scale.detach().to(device, torch.float64).reciprocal().float().reshape(1)
+        return to_device(scale.detach(), device, torch.float64).reciprocal().float().reshape(1)
     if not 0.0 < scale < float("inf"):
         raise ValueError(f"scale={scale}: expected a finite number > 0, the scale that multiplied the loss.")
-    return torch.tensor([1.0 / scale], dtype=torch.float32, device=device)
+    return torch.full((1,), 1.0 / scale, dtype=torch.float32, device=device)
 
 
 class FlatGrads(NamedTuple):
@@ -120,7 +121,7 @@ class Unscaler:
             if known.unscale_grads_(here, inverse) is None:
                 self._unscale_listed(group, here, inverse)
             if here is not found_inf:
-                found_inf.copy_(torch.maximum(found_inf, here.to(found_inf.device, non_blocking=True)))
+                found_inf.copy_(torch.maximum(found_inf, to_device(here, found_inf.device)))
         return found_inf
 
     @property
@@ -202,7 +203,6 @@ def is_sharded(tensor: Tensor) -> bool:
     return dtensors is not None and isinstance(tensor, dtensors.DTensor)
 
 
-@torch.no_grad()
 def local_shard(tensor: Tensor) -> Tensor:
     """Return the elements of ``tensor`` that this rank holds, in the same memory: of a DTensor its shard, else all.
 
@@ -210,7 +210,8 @@ def local_shard(tensor: Tensor) -> Tensor:
     """
     if not is_sharded(tensor):
         return tensor
-    shard: Tensor = tensor.to_local()  # type: ignore[attr-defined]  # a DTensor has it
+    with torch.no_grad():
+        shard: Tensor = tensor.to_local()  # type: ignore[attr-defined]  # a DTensor has it
     return shard
 
 

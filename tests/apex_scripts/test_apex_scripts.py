@@ -1,4 +1,4 @@
-"""Scripts of 2019 that import apex, as they are, under `amplab run --device cpu`: they end where float32 ends.
+"""Scripts of 2019 that import apex, as they are, under `amplab run`, on a GPU and without one: they end as in float32.
 
 One process runs a script at every level with three seeds; each run is a whole `amplab run`, with `amp.reset` after it.
 """
@@ -11,6 +11,7 @@ from pathlib import Path
 from statistics import median
 
 import pytest
+import torch
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
@@ -24,20 +25,35 @@ warnings.simplefilter("always")
 for words in json.loads(sys.argv[1]):
     printed = io.StringIO()
     with contextlib.redirect_stdout(printed), warnings.catch_warnings(record=True) as caught:
-        status = main(["run", "--device", "cpu", *words])
+        status = main(["run", *words])
     amp.reset()
     print(json.dumps([status, printed.getvalue(), [str(each.message) for each in caught]]))
 """
 
 
-def run_all(script, runs):
+@pytest.fixture(
+    params=[
+        "cpu",
+        pytest.param(
+            "cuda",
+            marks=[pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")],
+        ),
+    ]
+)
+def options(request):
+    """The options of `amplab run`: where the script's CUDA calls run."""
+    return ["--device", "cpu"] if request.param == "cpu" else []
+
+
+def run_all(script, runs, options):
     """Return what each run printed, and its warnings, having checked that it ended well."""
-    jobs = json.dumps([[str(HERE / script), *words] for words in runs])
+    jobs = json.dumps([[*options, str(HERE / script), *words] for words in runs])
     result = subprocess.run([sys.executable, "-c", DRIVER, jobs], cwd=ROOT, capture_output=True, text=True, check=False)
     assert result.returncode == 0, result.stderr
     ended = [json.loads(line) for line in result.stdout.splitlines()]
     assert [status for status, _, _ in ended] == [0] * len(runs), result.stderr
-    assert "amplab --device cpu: device cuda is the CPU" in result.stderr or ".cuda() copies" in result.stderr
+    if options:
+        assert "amplab --device cpu: device cuda is the CPU" in result.stderr or ".cuda() copies" in result.stderr
     return [(printed, told) for _, printed, told in ended]
 
 
@@ -56,14 +72,14 @@ def of_half_adam(told):
     return [text for text in told if "Adam on half parameters" in text]
 
 
-def test_a_classifier_with_checkpoint_and_resume(tmp_path):
+def test_a_classifier_with_checkpoint_and_resume(tmp_path, options):
     matrix = [["--opt-level", level, "--seed", seed] for level in LEVELS for seed in SEEDS]
     resumed = []
     for level in ("O1", "O2"):
         words, path = ["--opt-level", level, "--seed", "0"], str(tmp_path / f"{level}.pth.tar")
         resumed += [[*words, "--epochs", "2", "--checkpoint", path], [*words, "--resume", path]]
     in_half = ["--opt-level", "O3", "--loss-scale", "128.0"]
-    results = run_all("main_amp.py", [*matrix, *resumed, in_half])
+    results = run_all("main_amp.py", [*matrix, *resumed, in_half], options)
     accuracy, loss = by_level(results, "Prec@1"), by_level(results, "* Loss")
     assert accuracy["O0"] > 90
     for level in ("O1", "O2"):
@@ -76,11 +92,11 @@ def test_a_classifier_with_checkpoint_and_resume(tmp_path):
     assert numbers(results[-1][0], "Prec@1")[-1] > 90
 
 
-def test_a_gan_with_three_losses_and_two_optimizers():
+def test_a_gan_with_three_losses_and_two_optimizers(options):
     matrix = [["--opt_level", level, "--manualSeed", seed] for level in LEVELS for seed in SEEDS]
     half = ["--opt_level", "O3", "--loss_scale", "128.0", "--manualSeed", "0"]
     runs = [*matrix, [*half, "--eps", "1e-4"], [*half, "--niter", "0"]]
-    results = run_all("dcgan_amp.py", runs)
+    results = run_all("dcgan_amp.py", runs, options)
     for name in ("Loss_D:", "Loss_G:"):
         loss = by_level(results, name)
         for level in ("O1", "O2"):
@@ -91,10 +107,10 @@ def test_a_gan_with_three_losses_and_two_optimizers():
     assert len(of_half_adam(results[10][1])) == 2
 
 
-def test_a_language_model_with_clipping_and_accumulation():
+def test_a_language_model_with_clipping_and_accumulation(options):
     matrix = [["--cuda", "--opt-level", level, "--seed", seed] for level in LEVELS for seed in SEEDS]
     half = ["--cuda", "--opt-level", "O3", "--loss-scale", "128.0"]
-    results = run_all("word_language_model.py", [*matrix, [*half, "--eps", "1e-4"], [*half, "--steps", "0"]])
+    results = run_all("word_language_model.py", [*matrix, [*half, "--eps", "1e-4"], [*half, "--steps", "0"]], options)
     loss = by_level(results, "| loss")
     for level in ("O1", "O2"):
         assert loss[level] == pytest.approx(loss["O0"], rel=AGREED)

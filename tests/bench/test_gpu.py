@@ -31,7 +31,10 @@ def test_without_a_gpu_one_sentence_and_no_file(capsys, tmp_path, start):
     assert start(["--json", str(tmp_path / "figures.json")]) == 2
     printed = capsys.readouterr()
     assert printed.out == ""
-    assert re.fullmatch(r"amplab bench gpu: no CUDA device found, so nothing was measured; [^.]*\.\n", printed.err)
+    assert re.fullmatch(
+        r"amplab bench gpu: no CUDA device found, so nothing was measured; `python -m [^`]*` checks [^.]*\.\n",
+        printed.err,
+    )
     assert list(tmp_path.iterdir()) == []
     assert sorted(gpu.RESULTS.iterdir()) == before
 

@@ -11,6 +11,7 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
 
 from amplab import kernels
 from amplab.kernels.builder import BuildReport, KernelLibrary, cache, recipe
@@ -592,3 +593,18 @@ def test_the_builder_inherits_absolute_folders_alone(monkeypatch, tmp_path):
     assert (environment["PYTHONPATH"], environment["PYTHONSAFEPATH"]) == (str(tmp_path / "lib"), "1")
     monkeypatch.setenv("PYTHONPATH", ".")
     assert "PYTHONPATH" not in build._builder_environment()
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.backends.cuda.is_built(), reason="torch is built without CUDA")
+def test_forked_processes_may_use_cuda_after_the_question_whether_there_is_a_device():
+    code = """
+import os, sys, torch
+from amplab.kernels.builder.recipe import has_cuda_device
+has_cuda_device()
+child = os.fork()
+if child == 0:
+    os._exit(torch.cuda._is_in_bad_fork())
+sys.exit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+"""
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

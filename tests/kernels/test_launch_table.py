@@ -14,7 +14,8 @@ struct Stretch {
 };
 
 // Fills `stretches` with what every block of every launch gets, in the order of launches and blocks.
-extern "C" int64_t walk(int count, const int64_t* numels, const int64_t* places, uint32_t most, Stretch* stretches) {
+extern "C" int64_t walk(int count, const int64_t* numels, const int64_t* places, uint32_t most, uint32_t units,
+                        Stretch* stretches) {
   int64_t found = 0;
   int64_t launches = 0;
   TableFiller<3> filler(most, [&](const LaunchTable<3>& table, uint32_t blocks) {
@@ -26,7 +27,7 @@ extern "C" int64_t walk(int count, const int64_t* numels, const int64_t* places,
       });
     }
     ++launches;
-  });
+  }, units);
   for (int i = 0; i < count; ++i) {
     const void* pointer = reinterpret_cast<const void*>(static_cast<intptr_t>(i + 1));
     filler.add({nullptr, nullptr, pointer}, numels[i], places[i]);
@@ -58,14 +59,14 @@ def header(compiled):
     return compiled(SOURCE, "-O1", "-Wall", "-Wextra", "-Werror")
 
 
-def walk(header, numels, most_blocks, places=None):
+def walk(header, numels, most_blocks, places=None, most_units=2**32 - 1, room=None):
     """Return the stretches of all blocks, those of each tensor in order."""
     count = len(numels)
     sizes = (ctypes.c_int64 * count)(*numels)
     where = (ctypes.c_int64 * count)(*(range(count) if places is None else places))
-    stretches = (Stretch * (count + 64 * most_blocks))()
+    stretches = (Stretch * (room or count + 64 * most_blocks))()
     header.walk.restype = ctypes.c_int64
-    found = header.walk(count, sizes, where, ctypes.c_uint32(most_blocks), stretches)
+    found = header.walk(count, sizes, where, ctypes.c_uint32(most_blocks), ctypes.c_uint32(most_units), stretches)
     return stretches[:found]
 
 
@@ -93,6 +94,21 @@ def test_every_element_is_met_once_and_shares_are_even(header, seed):
         shares[each.block] = shares.get(each.block, 0) + -(-each.numel // UNIT)
     assert max(shares.values(), default=0) - min(shares.values(), default=0) <= 1
     assert len({(each.pointer + each.block) for each in stretches}) == len(stretches)  # a slot for each piece
+
+
+@pytest.mark.parametrize("most_units", [1, 4, 7])
+def test_more_blocks_keep_shares_small(header, most_units):
+    draw = random.Random(most_units)
+    numels = [draw.choice((0, 1, 1025, draw.randint(1, 10**6))) for _ in range(50)]
+    units = sum(-(-numel // UNIT) for numel in numels)
+    for blocks in (5, units + 1):
+        stretches = walk(header, numels, blocks, most_units=most_units, room=2 * units + 50)
+        check_cover(numels, stretches)
+        shares = {}
+        for each in stretches:
+            shares[each.block] = shares.get(each.block, 0) + -(-each.numel // UNIT)
+        assert max(shares.values()) <= most_units
+        assert len(shares) == min(units, max(blocks, -(-units // most_units)))
 
 
 def test_tensors_beyond_32_bits_are_met_whole(header):

@@ -79,6 +79,8 @@ def test_one_list_has_the_references_bits(name, dtype):
         torch.testing.assert_close(value.cpu(), expected[key], rtol=1e-6, atol=0)
 
 
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode:UserWarning")
+@pytest.mark.filterwarnings("ignore:.*clears events:UserWarning")
 def test_one_launch_for_two_thousand_tensors_and_no_wait():
     grads = [torch.ones(1000, device="cuda") for _ in range(2000)]
     found_inf, half = torch.zeros(1, device="cuda"), torch.full((1,), 0.5, device="cuda")

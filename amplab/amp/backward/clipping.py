@@ -13,7 +13,7 @@ from torch import Tensor
 
 from amplab.kernels import unscale_
 from amplab.parallel.shards import RankGroup, norm_over_ranks, rank_groups_of
-from amplab.scalers import strided_grad
+from amplab.scalers import strided_grad, to_device
 
 __all__ = ["clip_by_norm_", "clip_shards_by_norm_"]
 
@@ -89,7 +89,7 @@ def _factor(norm: Tensor, max_norm: float) -> Tensor:
 
 def _multiply_(grads: Sequence[Tensor], factor: Tensor) -> None:
     for device, here in _by_device(grads).items():
-        unscale_(here, torch.zeros((), dtype=torch.float32, device=device), factor.to(device, non_blocking=True))
+        unscale_(here, torch.zeros((), dtype=torch.float32, device=device), to_device(factor, device))
 
 
 def _norm(grads: Sequence[Tensor], norm_type: float) -> Tensor:
@@ -101,7 +101,7 @@ def _total(norms: Sequence[Tensor], norm_type: float) -> Tensor:
     """Return the norm of all, given the norms of the parts."""
     if len(norms) == 1:
         return norms[0]
-    here = [norm.to(norms[0].device, non_blocking=True) for norm in norms]
+    here = [to_device(norm, norms[0].device) for norm in norms]
     total: Tensor = torch.linalg.vector_norm(torch.stack(here), norm_type)
     return total
 

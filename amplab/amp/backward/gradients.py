@@ -21,6 +21,7 @@ from torch import Tensor
 from amplab.kernels import unscale_add
 from amplab.policies.casting.thread_scopes import block_at
 from amplab.scalers import Unscaler, inverse_scale, local_shard
+from amplab.scalers.unscaler import gathered_found_inf
 
 __all__ = [
     "ReachedGradients",
@@ -259,12 +260,16 @@ def add_unscaled(
         (old, new) for old in aside if (new := old.param.grad) is not None and not (old.grad.is_sparse or new.is_sparse)
     ]
     summed = {id(old.param) for old, _ in sums}
-    found_inf = unscaler.unscale_([param for param in params if id(param) not in summed], scale, found_inf=found_inf)
-    for device in dict.fromkeys(old.grad.device for old, _ in sums):
+    found = {
+        device: torch.zeros(1, dtype=torch.float32, device=device)
+        for device in dict.fromkeys(old.grad.device for old, _ in sums)
+    }
+    for device, found_here in found.items():
         here = [(local_shard(new), local_shard(old.grad)) for old, new in sums if old.grad.device == device]
-        found_here = torch.zeros(1, dtype=torch.float32, device=device)
         unscale_add([new for new, _ in here], [old for _, old in here], found_here, inverse_scale(scale, device))
-        found_inf = torch.maximum(found_inf, found_here.to(found_inf.device))
+    if found:
+        found_inf = gathered_found_inf(found, found_inf)
+    found_inf = unscaler.unscale_([param for param in params if id(param) not in summed], scale, found_inf=found_inf)
     put_back(old for old, _ in sums)
     add_scaled([old for old in aside if id(old.param) not in summed], 1.0)
     unscaler.settle(params)

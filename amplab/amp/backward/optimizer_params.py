@@ -12,6 +12,7 @@ from typing import Any
 from torch import Tensor
 from torch.optim import Optimizer
 
+from amplab.optimizers import FusedOptimizer
 from amplab.policies import cast_tree
 
 __all__ = ["cast_state", "follow_model", "master_params", "params_of", "replace_params"]
@@ -83,8 +84,14 @@ def follow_model(optimizer: Optimizer, param: Tensor, master: Tensor) -> None:
     master.grad = None if grad is None else grad.to(param.device)
     state = optimizer.state.get(master, {})
     for name, value in state.items():
-        if isinstance(value, Tensor) and not _is_number(value):
+        if isinstance(value, Tensor) and (name != "step" or _counts_on_device(optimizer, master)):
             state[name] = value.to(param.device)
+
+
+def _counts_on_device(optimizer: Optimizer, param: Tensor) -> bool:
+    """Return whether the count of steps of ``param`` is where it is, as ``Optimizer.load_state_dict`` decides."""
+    group = next(group for group in optimizer.param_groups if any(each is param for each in group["params"]))
+    return isinstance(optimizer, FusedOptimizer) or bool(group.get("capturable") or group.get("fused"))
 
 
 def _is_number(value: Any) -> bool:

@@ -3,7 +3,7 @@
     of an optimizer    "found_inf_per_device" in the scaler's row of the optimizer: device -> ``()`` float32
     of a loss          `FoundByLoss`: ``()`` float32 for each optimizer that the backward of the loss reached
 
-A value > 0 means an overflow. Nothing here waits for a device.
+A value > 0 means an overflow. Nothing here waits for a device, but a result for the CPU.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -12,6 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
+
+from amplab.scalers import to_device
 
 __all__ = ["FoundByLoss", "found_inf_of", "larger", "verdict_of"]
 
@@ -50,7 +52,7 @@ class FoundByLoss:
         for loss_id, found_inf in sorted(self._found.get(id(optimizer), {}).items(), reverse=True):
             own = scales[loss_id]
             if own is not None:
-                scale = torch.where(found_inf.to(scale.device, non_blocking=True) > 0, own, scale)
+                scale = torch.where(to_device(found_inf, scale.device) > 0, own, scale)
         return scale
 
     def of_losses(self, found_inf: Tensor, rows: Mapping[int, Row]) -> dict[int, Tensor]:
@@ -68,14 +70,14 @@ class FoundByLoss:
         of_blocks = [pair for losses in self._found.values() for pair in losses.items()]
         found: dict[int, Tensor] = {}
         for loss_id, each in [*((0, each) for each in plain), *of_blocks]:
-            here = each.to(found_inf.device, non_blocking=True).reshape(())
+            here = to_device(each, found_inf.device).reshape(())
             found[loss_id] = larger(found.get(loss_id), here)
         return found
 
 
 def found_inf_of(rows: Iterable[Row], device: torch.device) -> Tensor:
     """Return ``()`` float32 on ``device``: > 0 if found_inf of one optimizer is; 0 for none. Sync: none."""
-    verdicts = [each.to(device, non_blocking=True).reshape(()) for row in rows for each in _verdicts(row)]
+    verdicts = [to_device(each, device).reshape(()) for row in rows for each in _verdicts(row)]
     if len(verdicts) == 1:
         return verdicts[0]
     return torch.stack(verdicts).sum() if verdicts else torch.zeros((), dtype=torch.float32, device=device)
@@ -89,7 +91,7 @@ def verdict_of(rows: Iterable[Row]) -> bool | None:
 
 def larger(known: Tensor | None, found_inf: Tensor) -> Tensor:
     """Return the larger of two, on the device of ``known``; ``found_inf`` if nothing is known yet. Sync: none."""
-    return found_inf if known is None else torch.maximum(known, found_inf.to(known.device, non_blocking=True))
+    return found_inf if known is None else torch.maximum(known, to_device(found_inf, known.device))
 
 
 def _verdicts(row: Row) -> Iterable[Tensor]:

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from amplab.amp.arguments import SMALLEST_SCALE
-from amplab.scalers import DeviceScale, RecurrentRule, ScaleRule, ScaleState, device_scale, floored
+from amplab.scalers import DeviceScale, RecurrentRule, ScaleRule, ScaleState, device_scale, floored, to_device
 from amplab.scalers.floored_rule import name_of_rule
 from amplab.scalers.rules import require_factors, require_number, require_scale
 
@@ -113,7 +113,7 @@ class LossScale:
         scale = self.put_on(output.device) if self.scale is None else self.scale
         if output.dtype is torch.float16 and output.numel() == 1:
             output = output.float()
-        return output * scale.to(output.device, non_blocking=True)
+        return output * to_device(scale, output.device)
 
     def update_(self, found_inf: Tensor, verdict: bool | None) -> None:
         """Move the scale by the rule: it backs off after an overflow and grows after enough clean steps.

@@ -21,7 +21,7 @@ from torch.optim import Optimizer
 from amplab.amp.pytorch.unscaled_gradients import UnscaledGradients
 from amplab.kernels import ParameterList, is_refusal, refusal_naming, unscale_
 from amplab.parallel.shards import RankGroup, agree_on_found_inf, rank_groups
-from amplab.scalers import CombinedUnscaler, Unscaler, local_shard, strided_grad
+from amplab.scalers import CombinedUnscaler, Unscaler, local_shard, strided_grad, to_device
 
 __all__ = ["KnownOptimizers", "OptimizerGradients", "unscale_gradients_"]
 
@@ -94,7 +94,7 @@ class OptimizerGradients:
             return verdicts
         first, *others = list(verdicts.values()) or [none_here.clone()]
         for each in others:
-            first.copy_(torch.maximum(first, each.to(first.device, non_blocking=True)))
+            first.copy_(torch.maximum(first, to_device(each, first.device)))
         return {first.device: agree_on_found_inf(first, self.rank_groups)}
 
     @property
@@ -155,8 +155,8 @@ def _bring_in(
         return None
     return combined.bring_in_(
         known.params,
-        lambda device: inv_scale.to(device, non_blocking=True),
-        lambda device: found_inf.to(device, non_blocking=True, copy=True),
+        lambda device: to_device(inv_scale, device),
+        lambda device: to_device(found_inf, device, copy=True),
     )
 
 
@@ -182,9 +182,9 @@ def _unscale_where_they_lie(
         return {}
     if known.plain and not done:
         device = grads[0].device
-        here = found_inf.to(device, non_blocking=True, copy=True)
+        here = to_device(found_inf, device, copy=True)
         try:
-            unscale_(grads, here, inv_scale.to(device, non_blocking=True))
+            unscale_(grads, here, to_device(inv_scale, device))
         except RuntimeError as error:
             if not is_refusal(error):  # sparse, or on several devices
                 raise
@@ -210,9 +210,9 @@ def _unscale_one_by_one(
     verdicts: FoundInf = {}
     for (device, _), (params, grads, factor) in groups.items():
         if device not in verdicts:
-            verdicts[device] = found_inf.to(device, non_blocking=True, copy=True)
+            verdicts[device] = to_device(found_inf, device, copy=True)
         try:
-            unscale_(grads, verdicts[device], factor.to(device, non_blocking=True))
+            unscale_(grads, verdicts[device], to_device(factor, device))
         except RuntimeError as error:
             if not is_refusal(error):
                 raise

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from amplab.amp.backward.records import ScaleRecord, StepOutcome
-from amplab.scalers import is_sharded, local_shard
+from amplab.scalers import is_sharded, local_shard, to_device
 
 __all__ = ["NO_STEP_YET", "STEPPED", "ScaleSubscribers", "StepReport"]
 
@@ -86,7 +86,7 @@ def _nonfinite_flags(params: Sequence[Tensor]) -> Tensor | None:
     device = next((grad.device for grad in grads if grad is not None), None)
     if device is None:
         return None
-    return torch.stack([_zero_unless_nonfinite(grad).to(device, non_blocking=True) for grad in grads]) != 0
+    return torch.stack([to_device(_zero_unless_nonfinite(grad), device) for grad in grads]) != 0
 
 
 def _zero_unless_nonfinite(grad: Tensor | None) -> Tensor:

@@ -23,7 +23,7 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from amplab.amp.backward.optimizer_params import params_of
-from amplab.scalers import is_sharded, local_shard, strided_grad
+from amplab.scalers import is_sharded, local_shard, strided_grad, to_device
 
 __all__ = ["UnscaledGradients"]
 
@@ -139,7 +139,7 @@ class UnscaledGradients:
         one, unless = torch.ones_like(inv_scale), seen[1]
         if unless is None:
             return one, 0
-        return torch.where(unless.to(inv_scale.device, non_blocking=True) > 0, inv_scale, one), id(unless)
+        return torch.where(to_device(unless, inv_scale.device) > 0, inv_scale, one), id(unless)
 
     def holds_any(self, params: Sequence[Tensor]) -> bool:
         """Whether a gradient of ``params`` is unscaled."""

@@ -78,6 +78,7 @@ class Recipe:
         for path in (*self.cpp, *self.cuda, *self.headers):
             digest.update(path.name.encode() + b"\0" + path.read_bytes() + b"\0")
         environment = (torch.__version__, cuda_of_torch(), sys.version, platform.machine(), _cpu_features())
+        environment += _gpus() if self.cuda else ()
         digest.update(repr((self.cflags, self.cuda_cflags, self.ldflags, environment)).encode())
         return digest.hexdigest()[:32]
 
@@ -97,7 +98,11 @@ def cuda_of_torch() -> str | None:
 
 def has_cuda_device() -> bool:
     """Return whether there is a CUDA device; `amplab run` does not redirect this. Sync: none."""
-    return torch.backends.cuda.is_built() and torch._C._cuda_getDeviceCount() > 0
+    if not torch.backends.cuda.is_built():
+        return False
+    # NVML counts without CUDA: after a call of CUDA, torch refuses CUDA in forked processes.
+    count = torch.cuda._device_count_nvml()
+    return (torch._C._cuda_getDeviceCount() if count < 0 else count) > 0
 
 
 def current_recipe() -> Recipe:
@@ -171,6 +176,13 @@ def _nvcc() -> str | None:
     if home:
         return shutil.which("nvcc", path=os.path.join(home, "bin"))
     return shutil.which("nvcc") or shutil.which("nvcc", path="/usr/local/cuda/bin")
+
+
+def _gpus() -> tuple[str, ...]:
+    """Return what decides for which architectures torch compiles: the models of the GPUs, or a list of one's own."""
+    files = sorted(Path("/proc/driver/nvidia/gpus").glob("*/information"))
+    models = {line for file in files for line in file.read_text().splitlines() if line.startswith("Model:")}
+    return (os.environ.get("TORCH_CUDA_ARCH_LIST", ""), *sorted(models))
 
 
 def _cpu_features() -> str:

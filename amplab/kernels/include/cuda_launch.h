@@ -39,18 +39,21 @@ class LaunchPlace {
   CUDAGuardHandle guard_ = nullptr;
 };
 
-// A TableFiller that launches on the current device, with as many blocks as can be resident.
+// A TableFiller that launches on the current device, with as many blocks as can be resident, or more if each would
+// otherwise get more than `most_units`.
 template <int kPointers>
 class Launches : public TableFiller<kPointers> {
  public:
   using typename TableFiller<kPointers>::Launch;
 
-  Launches(const LaunchPlace& place, Launch launch)
-      : TableFiller<kPointers>(place.resident_blocks,
-                               [launch = std::move(launch)](const LaunchTable<kPointers>& table, uint32_t blocks) {
-                                 launch(table, blocks);
-                                 check_cuda(cudaGetLastError());
-                               }) {}
+  Launches(const LaunchPlace& place, Launch launch, uint32_t most_units = UINT32_MAX)
+      : TableFiller<kPointers>(
+            place.resident_blocks,
+            [launch = std::move(launch)](const LaunchTable<kPointers>& table, uint32_t blocks) {
+              launch(table, blocks);
+              check_cuda(cudaGetLastError());
+            },
+            most_units) {}
 };
 
 }  // namespace amplab

@@ -114,8 +114,9 @@ class TableFiller {
   using Table = LaunchTable<kPointers>;
   using Launch = std::function<void(const Table&, uint32_t blocks)>;
 
-  TableFiller(uint32_t most_blocks, Launch launch)
-      : most_blocks_(most_blocks), launch_(std::move(launch)), table_(new Table) {
+  // Launches `blocks` blocks, or as many more as give each at most `most_units`; never more than there are units.
+  TableFiller(uint32_t blocks, Launch launch, uint32_t most_units = UINT32_MAX)
+      : blocks_(blocks), most_units_(most_units), launch_(std::move(launch)), table_(new Table) {
     table_->count = 0;
   }
 
@@ -143,7 +144,8 @@ class TableFiller {
 
   void flush() {
     if (table_->count > 0) {
-      launch_(*table_, std::min(table_->ends[table_->count - 1], most_blocks_));
+      const uint32_t units = table_->ends[table_->count - 1];
+      launch_(*table_, std::min(units, std::max(blocks_, units / most_units_ + (units % most_units_ != 0))));
     }
     table_->count = 0;
     units_ = 0;
@@ -155,7 +157,8 @@ class TableFiller {
                                   place - table_->first_place <= UINT16_MAX);
   }
 
-  uint32_t most_blocks_;
+  uint32_t blocks_;
+  uint32_t most_units_;
   Launch launch_;
   std::unique_ptr<Table> table_;
   int64_t units_ = 0;

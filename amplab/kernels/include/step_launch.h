@@ -20,6 +20,8 @@ static_assert(static_cast<int>(Stored::half) == kHalf && static_cast<int>(Stored
 // have others (layerwise_steps.cu).
 template <template <class> class Rule>
 struct StepKernels {
+  static constexpr uint32_t kMostUnits = 4;  // of a block: as in unscale.cu, the blocks that run share a stretch of memory
+
   template <class T, class Table, class Arguments>
   void step(const Table& table, uint32_t blocks, cudaStream_t stream, const Arguments& arguments) const {
     step_kernel<Rule, T><<<blocks, kThreads, 0, stream>>>(table, arguments);
@@ -111,7 +113,7 @@ class StepLaunches {
     Launches<Places::kPointers> launches(
         place_, [&](const LaunchTable<Places::kPointers>& table, uint32_t blocks) {
           kernels_.template step<T>(table, blocks, place_.stream, arguments);
-        });
+        }, Kernels::kMostUnits);
     for (size_t index = first; index < done.size(); ++index) {
       const StepItem& item = lists_.items()[index];
       if (done[index] || !has_dtypes(item, arguments, lists_.items()[first])) {

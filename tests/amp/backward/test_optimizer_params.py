@@ -6,6 +6,7 @@ from torch.nn import Parameter
 
 from amplab import amp
 from amplab.amp.backward.optimizer_params import cast_state, params_of, replace_params
+from amplab.optimizers import FusedAdam, FusedLAMB, FusedNovoGrad, FusedSGD
 
 
 def stepped(optimizer, param):
@@ -53,10 +54,23 @@ def test_state_in_lists_is_cast():
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
-def test_a_model_moved_to_the_gpu_trains_on(problem, session):
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda params: torch.optim.SGD(params, lr=0.1, momentum=0.9),
+        lambda params: torch.optim.Adam(params, lr=0.01),
+        lambda params: torch.optim.Adam(params, lr=0.01, fused=True),
+        lambda params: FusedSGD(params, lr=0.1, momentum=0.9),
+        lambda params: FusedAdam(params, lr=0.01),
+        lambda params: FusedLAMB(params, lr=0.01),
+        lambda params: FusedNovoGrad(params, lr=0.3),
+    ],
+    ids=["SGD", "Adam", "fused Adam", "FusedSGD", "FusedAdam", "FusedLAMB", "FusedNovoGrad"],
+)
+def test_a_model_moved_to_the_gpu_trains_on(problem, session, make):
     """Module.cuda keeps its parameters' identity; the masters and their state follow at the next backward."""
     model = problem.model(batch_norm=False)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    optimizer = make(model.parameters())
     session.initialize(model, optimizer, opt_level="O2", verbosity=0)
     problem.train(session, model, optimizer, range(2))
     model.cuda()
@@ -65,7 +79,8 @@ def test_a_model_moved_to_the_gpu_trains_on(problem, session):
     assert losses[-1] < 0.5 * losses[0]
     masters = list(session.master_params(optimizer))
     assert {master.device.type for master in masters} == {"cuda"}
-    assert {optimizer.state[master]["momentum_buffer"].device.type for master in masters} == {"cuda"}
+    states = [state for master in masters for name, state in optimizer.state[master].items() if name != "step"]
+    assert {state.device.type for state in states} == {"cuda"}
 
 
 def test_a_model_that_was_cast_behind_amps_back_is_refused(problem, session):

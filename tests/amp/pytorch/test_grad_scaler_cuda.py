@@ -30,6 +30,24 @@ def test_a_run_is_torchs_to_the_bit(options):
     assert all(map(torch.equal, ours, theirs))
 
 
+@pytest.mark.parametrize("of_loss", ["cuda", "cpu"])
+@pytest.mark.parametrize("bad", [1.0, INF])
+def test_values_for_the_cpu_have_arrived_when_it_reads_them(bad, of_loss):
+    """A GPU that is busy does not change what is unscaled on the CPU, nor whether the step is skipped."""
+    params = [nn.Parameter(torch.ones(2, device=device)) for device in ("cuda", "cpu")]
+    optimizer, scaler = torch.optim.SGD(params, lr=1.0), GradScaler("cuda", init_scale=4.0)
+    for _ in range(2):
+        loss = scaler.scale(torch.ones((), device=of_loss))
+        params[0].grad, params[1].grad = torch.full((2,), 8.0 * bad, device="cuda"), torch.full((2,), 8.0)
+        before = params[1].detach().clone()
+        torch.cuda._sleep(50_000_000)
+        scaler.unscale_(optimizer)
+        assert params[1].grad.tolist() == [8.0 / loss.item()] * 2
+        scaler.step(optimizer)
+        assert torch.equal(params[1], before) == (bad == INF)
+        scaler.update()
+
+
 def test_gradients_on_two_devices_are_unscaled_under_one_scale():
     params = [nn.Parameter(torch.ones(2, device=device)) for device in ("cuda", "cpu")]
     optimizer = torch.optim.SGD(params, lr=1.0)
