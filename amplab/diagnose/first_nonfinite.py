@@ -142,6 +142,7 @@ class FirstNonfinite:
 @shows_calls(
     "amplab.first_nonfinite(model, batch, loss=criterion, scaler=scaler)",
     "amplab.first_nonfinite(model, step=loss_of, scaler=scaler)",
+    finds_nothing=True,
 )
 @leaves_as_found
 def first_nonfinite(
@@ -160,7 +161,8 @@ def first_nonfinite(
 
     All state is restored: parameters, buffers, gradients, random states, what the modules' plain attributes refer to,
     and generators among these. Not restored: an object that forward changes in place, and everything outside of the
-    modules. If the result depends on these, the cause is "state".
+    modules. If the result depends on these, the cause is "state". A hook of the model may call it, and gets None in the
+    runs that this call makes.
 
     Args:
         model: not compiled; several in a list or dict if `step` runs them all.

@@ -49,7 +49,8 @@ from amplab.policies.signals import is_interrupt
 from amplab.trace.argument_checks import check_gradients_on
 from amplab.trace.as_found import Undo, leaves_as_found
 from amplab.trace.handed_step import Loss, shows_calls
-from amplab.trace.random_states import seed_all
+from amplab.trace.random_states import restorers, seed_all
+from amplab.trace.untouched import computed_anew
 
 __all__ = ["RUNGS", "LadderReport", "LadderRung", "ladder"]
 
@@ -335,7 +336,7 @@ def ladder(
     device = "cpu"
     for number, (name, precision) in enumerate(rungs.items(), 1):
         tell(f"rung {number} of {len(rungs)}: {name}, {steps} steps")
-        with _seeded(seed):
+        with _seeded(seed, data):
             model = _fresh(make_model(), model)
             device = next(weight.device.type for weight in model.parameters())
             try:
@@ -497,9 +498,19 @@ def _batches(data: Any) -> Iterator[Any]:
 
 
 @contextmanager
-def _seeded(seed: int) -> Iterator[None]:
+def _seeded(seed: int, data: Any) -> Iterator[None]:
+    """Draw from `seed`; after the block all generators are as before, also those that give the order of the batches."""
     kept = capture_rng()
+    samplers = [getattr(data, name, None) for name in ("sampler", "batch_sampler")]
+    samplers += [getattr(sampler, "sampler", None) for sampler in samplers]
     with Undo() as undo:
         undo.add(partial(restore_rng, kept))
+        for restore in restorers({id(own): own for each in (data, *samplers) for own in _attributes(each)}.values()):
+            undo.add(restore)
+        computed_anew(undo, _cache_enabled=0)
         seed_all(seed)
         yield
+
+
+def _attributes(owner: Any) -> Iterable[Any]:
+    return getattr(owner, "__dict__", {}).values()

@@ -16,6 +16,7 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.optim import Optimizer
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
@@ -103,7 +104,7 @@ class StepLook:
     def batch_begins(self, batch: Any) -> None:
         """The body of ``w.batches`` begins: between the blocks of the loop. Sync: several in a look."""
         self._has_batches, self._grad_enabled = True, None
-        drop_ended()
+        drop_ended(in_loop=True)
         if self._loop is not None and self._loop.is_over:
             self._end_loop()
         self._begin_loop()
@@ -119,6 +120,7 @@ class StepLook:
         if look is not None:
             with self._guarded():
                 findings = look.findings()
+                self._is_possible = self._is_possible and not look.meets_fast_path
                 if look.is_whole:
                     self._next_values = self._seen_step + _EVERY
                     self._value_looks += 1
@@ -136,7 +138,7 @@ class StepLook:
 
     def see_loss(self, loss: Tensor) -> None:
         """A step's loss, before it is scaled."""
-        drop_ended()  # a look that has ended in the last backward
+        drop_ended(in_loop=True)  # a look that has ended in the last backward
         if self._loop is None and self._values is None:
             return  # most steps
         with self._guarded():
@@ -194,8 +196,8 @@ class StepLook:
             return
         if not self._is_possible:
             yield (
-                "not looked at: the ops of a step; the program compiles, the model is sharded or has an RNN, or a look "
-                "failed"
+                "not looked at: the ops of a step; the program compiles or calls a transformer in eval mode, the model "
+                "is sharded or has an RNN, or a look failed"
             )
             return
         if self._looks:
@@ -328,6 +330,9 @@ class _LoopLook:
         self._undo.end()
 
 
+_WITH_FAST_PATH = nn.MultiheadAttention, nn.TransformerEncoderLayer, nn.TransformerEncoder
+
+
 class _ValueLook:
     """Follows the ops of this thread from `begin` until `findings`.
 
@@ -336,15 +341,23 @@ class _ValueLook:
 
     def __init__(self, model: nn.Module, batch: Any, probe: ScaleProbe, loop: Callable[[], _LoopLook | None]) -> None:
         self.is_over, self.loop = False, loop
+        self.meets_fast_path = False
         self.trace: Trace | None = None
         self._probe = probe
         self._watcher = _UntilOver(StepWatcher(named_tensors(model, batch), detailed=True), self)
-        self._recorder = Recorder(model, self._watcher)
+        self._recorder = Recorder(model, self._watcher, outlives=True)
         self._undo = Undo()
 
     def begin(self) -> None:
         """Switch it on."""
+        self._undo.add(register_module_forward_pre_hook(self._end_before).remove)
         self._recorder.follow(self._undo)
+
+    def _end_before(self, module: nn.Module, _inputs: Any) -> None:
+        """End before a module whose forward computes other numbers while a function mode is on."""
+        if isinstance(module, _WITH_FAST_PATH) and not module.training:
+            self.meets_fast_path = True
+            self._undo.end()
 
     def see_loss(self, loss: Tensor) -> None:
         with _unseen_by_engines():
@@ -353,7 +366,9 @@ class _ValueLook:
     def findings(self) -> list[Finding]:
         """Stop, and return what the values show; nothing where the loss or a gradient is not finite. Sync: one."""
         self._undo.end()
-        if not self.is_whole:
+        if self._recorder.failure is not None:
+            raise self._recorder.failure
+        if not self.is_whole or self.meets_fast_path:
             return []
         events = self._recorder.events[: self._watcher.seen]
         last = max((place for place, event in enumerate(events) if event.place.backward), default=None)

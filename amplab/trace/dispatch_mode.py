@@ -1,6 +1,9 @@
 """`DispatchMode`: the base of the modes that intercept every aten op, also those of autograd's backward."""
 
+import gc
 import os
+import sys
+import time
 from threading import get_ident
 from typing import Any
 
@@ -26,13 +29,18 @@ _FLAGS = {
 """Where a mode stores what it found, and what torch stores about all modes: whether there is one of some kind."""
 
 
+_PATIENCE = 1.0  # seconds, in a loop: it takes milliseconds to see which blocks are open
+_references = -1  # to the class torch.inference_mode while no block is open
+
+
 class DispatchMode(TorchDispatchMode):
     """A dispatch mode that can be entered without importing the compiler, which takes seconds.
 
-    A subclass implements `run`. A mode is entered once; modes may end in any order. There are two places where a mode
-    cannot be taken off: another thread, which closes the generator in which the mode was entered, and a hook that a
-    backward calls, since after the hook autograd restores the modes with which the backward began. A mode that ends
-    there runs ops as they are until `drop_ended` in its own thread.
+    A subclass implements `run`. A mode is entered once; modes may end in any order. There are three places where a mode
+    cannot be taken off: another thread, which closes the generator in which the mode was entered; a hook that a
+    backward calls, since after the hook autograd restores the modes with which the backward began; and a block of
+    ``torch.inference_mode`` that has begun since: its end restores that there is a mode, and without one each op would
+    raise. A mode that ends there runs ops as they are until `drop_ended` in its own thread.
 
     Reference: torch.utils._python_dispatch.TorchDispatchMode.
     """
@@ -42,11 +50,13 @@ class DispatchMode(TorchDispatchMode):
         self._thread, self.has_ended = get_ident(), False
         self.is_entered = False
         self._backward = -1  # in which it is entered
+        self._blocks = frozenset[int]()  # of torch.inference_mode, in which it is entered
+        self._stays_until = 0.0
 
     def __enter__(self) -> "DispatchMode":
         """Put this mode on top of this thread's stack."""
         self.is_entered = True  # first: an interrupt may follow
-        self._backward = current_backward()
+        self._backward, self._blocks = current_backward(), _inference_blocks()
         super().__enter__()  # type: ignore[no-untyped-call]  # torch's has no annotations
         return self
 
@@ -69,6 +79,9 @@ class DispatchMode(TorchDispatchMode):
         """
         if get_ident() != self._thread or current_backward() not in (-1, self._backward):
             self.has_ended = True
+            return
+        if self.is_entered and not _inference_blocks() <= self._blocks:
+            self.has_ended, self._stays_until = True, time.monotonic() + _PATIENCE
             return
         self.is_entered = False
         modes = _get_current_dispatch_mode_stack()
@@ -97,10 +110,29 @@ class DispatchMode(TorchDispatchMode):
         return False  # for True torch wraps the mode by a function of the compiler
 
 
-def drop_ended() -> None:
-    """Take those modes off this thread's stack that have ended where they could not be taken off."""
+def _inference_blocks() -> frozenset[int]:
+    """Identify the open blocks of ``torch.inference_mode`` that may be this thread's: no thread knows its own."""
+    global _references  # noqa: PLW0603  while it has not grown, there is no new block
+    found = sys.getrefcount(torch.inference_mode)
+    if found <= _references and not torch.is_inference_mode_enabled():
+        return frozenset()
+    blocks = [each for each in gc.get_referrers(torch.inference_mode) if type(each) is torch.inference_mode]
+    begun = [each for each in blocks if hasattr(each, "_inference_mode_context")]  # not those that only decorate
+    if not begun:
+        _references = found
+    inside = torch.is_inference_mode_enabled()
+    return frozenset(id(each) for each in begun if inside or not each.mode)
+
+
+def drop_ended(*, in_loop: bool = False) -> None:
+    """Take those modes off this thread's stack that have ended where they could not be taken off.
+
+    Args:
+        in_loop: called in each step: ask at most once a second whether a block of ``torch.inference_mode`` has ended.
+    """
     for mode in _get_current_dispatch_mode_stack():
-        if isinstance(mode, DispatchMode) and mode.has_ended:
+        may_ask = not in_loop or time.monotonic() >= getattr(mode, "_stays_until", 0.0)
+        if isinstance(mode, DispatchMode) and mode.has_ended and may_ask:
             mode.__exit__()
 
 

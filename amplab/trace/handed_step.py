@@ -30,6 +30,7 @@ The tool runs backward: a step returns the loss before it is scaled. Several mod
 
 import functools
 import inspect
+import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import ModuleType
@@ -69,8 +70,11 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 
-def shows_calls(*calls: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
+def shows_calls(*calls: str, finds_nothing: bool = False) -> Callable[[Callable[P, R]], Callable[P, R]]:
     """Decorate a tool: arguments that it does not take raise a TypeError with `calls`, the ones to write.
+
+    Where the tool runs a step that calls it again, as a hook of the model may, it would run steps without end. It
+    raises a RuntimeError there; a tool that `finds_nothing` returns None.
 
     >>> @shows_calls("tool(model, batch, loss=criterion)")
     ... def tool(model, batch=None, *, loss=None, scaler=None): ...
@@ -90,11 +94,37 @@ def shows_calls(*calls: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
                 verb = next((verb for start, verb in _VERBS.items() if str(refusal).startswith(start)), "")
                 what = f"{tool.__name__}() {verb}{refusal}{_instead(kwargs, signature)}"
                 raise TypeError(f"{what}. Write {' or '.join(calls)}.") from None
-            return tool(*args, **kwargs)
+            if tool not in _RUNNING.tools:
+                return _running(tool, args, kwargs)
+            if finds_nothing:
+                return cast(R, None)
+            raise RuntimeError(
+                f"amplab.{tool.__name__} is called in a step that it runs itself, as by a hook of the model: call it "
+                "outside of the step."
+            )
 
         return checked
 
     return decorate
+
+
+class _Running(threading.local):
+    """The tools that run in a thread, in the order of their calls."""
+
+    def __init__(self) -> None:
+        self.tools: tuple[Callable[..., Any], ...] = ()
+
+
+_RUNNING = _Running()
+
+
+def _running(tool: Callable[..., R], args: tuple[Any, ...], kwargs: dict[str, Any]) -> R:
+    before = _RUNNING.tools
+    try:
+        _RUNNING.tools = (*before, tool)
+        return tool(*args, **kwargs)
+    finally:
+        _RUNNING.tools = before
 
 
 def _instead(kwargs: Mapping[str, Any], signature: inspect.Signature) -> str:

@@ -12,7 +12,7 @@ torch._C._autograd._get_sequence_nr, torch._C._current_autograd_node.
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -26,6 +26,7 @@ from amplab.policies import (
     explaining,
 )
 from amplab.policies.modules.module_regions import module_rule_of_op
+from amplab.policies.signals import is_interrupt
 from amplab.trace.as_found import Undo
 from amplab.trace.calls import Calls
 from amplab.trace.dispatch_mode import DispatchMode
@@ -39,6 +40,7 @@ from amplab.trace.weight_casts import WeightCasts
 
 __all__ = ["Event", "Observer", "Place", "Recorder"]
 
+T = TypeVar("T")
 _current_node = torch._C._current_autograd_node
 _next_sequence_number = torch._C._autograd._get_sequence_nr
 _without_torch_function = torch._C.DisableTorchFunction
@@ -128,13 +130,26 @@ class Recorder:
         model: the model, which names modules and parameters.
         observer: reads the tensors of every op, outside of this recorder's modes; None to read none.
         kept: counts the bytes saved for backward; None to count none.
+        outlives: whether the ops are those of a program that goes on if one cannot be recorded.
+
+    Attributes:
+        failure: of a recorder that `outlives`, why it records no more.
 
     Inside `recording()`, use `calls` around the model's code, `calls.named(...)` around ops that belong to no call, and
     `calls.in_backward()` around backward.
     """
 
-    def __init__(self, model: nn.Module, observer: Observer | None = None, kept: KeptTensors | None = None) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        observer: Observer | None = None,
+        kept: KeptTensors | None = None,
+        *,
+        outlives: bool = False,
+    ) -> None:
         self.events: list[Event] = []
+        self.failure: Exception | None = None
+        self._outlives = outlives
         self._observer, self._kept = observer, kept
         self._weight_casts = WeightCasts()
         self._modules = ModuleStack(model)
@@ -179,15 +194,52 @@ class Recorder:
 
     def _record(self, overload: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         place = self._place()
-        given = (*args, *kwargs.values()) if kwargs else args
-        inputs = self._infos_of(given)  # before the call, which may change them in place
-        observed = self._observer.before(overload, args, kwargs) if self._observer else None
+        before = self._safely(self._before, overload, args, kwargs)
         result = NotImplemented
         if self._accumulates and self._under_engine(place):
             result = accumulate_fp32(overload, args, kwargs)
         accumulated = result is not NotImplemented
         if not accumulated:
             result = overload(*args, **kwargs)
+        count = len(self.events)
+        if before is not None:
+            self._safely(self._after, overload, args, kwargs, place, accumulated, *before, result)
+        if len(self.events) == count:  # it failed: what is computed in backward depends on the places of forward
+            self.events.append(Event(overload, place, (), (), accumulated, *_CACHES_NOTHING, *_NO_SOURCE))
+        return result
+
+    def _safely(self, act: Callable[..., T], *given: Any) -> T | None:
+        """Do a part of the recording around an op."""
+        if self.failure is not None:
+            return None
+        try:
+            return act(*given)
+        except Exception as error:
+            if not self._outlives or is_interrupt(error):
+                raise
+            self.failure = error
+            return None
+
+    def _before(
+        self, overload: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[TensorInfo, ...], Any]:
+        """Read what an op is given, before it may change that in place."""
+        inputs = self._infos_of((*args, *kwargs.values()) if kwargs else args)
+        return inputs, self._observer.before(overload, args, kwargs) if self._observer else None
+
+    def _after(
+        self,
+        overload: torch._ops.OpOverload,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        place: Place,
+        accumulated: bool,
+        inputs: tuple[TensorInfo, ...],
+        observed: Any,
+        result: Any,
+    ) -> None:
+        """Make the event of an op."""
+        given = (*args, *kwargs.values()) if kwargs else args
         autograds = place.backward and not place.recomputed
         caching = _CACHES_NOTHING if autograds else self._caching(overload, place, args, result)
         outputs = (self._info(result),) if isinstance(result, Tensor) else self._infos_of((result,))
@@ -196,7 +248,6 @@ class Recorder:
         self.events.append(event)
         if self._observer:
             self._observer.after(observed, event, result)
-        return result
 
     def _place(self) -> Place:
         calls, modules, node = self.calls, self._modules, _current_node()

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from amplab.amp.apex.before_initialize import hooks_of
+from amplab.amp.apex.iteration_state import iterations_kept
 from amplab.amp.run_state.models_of_tools import MODELS_OF_TOOLS
 from amplab.parallel.ranks import on_this_rank_alone
 from amplab.trace.as_found import Undo, rebind, remove_hooks_since
@@ -29,7 +30,15 @@ from amplab.trace.random_states import random_states_kept, restorers
 from amplab.trace.stand_ins import apart
 from amplab.trace.tensor_copies import TensorCopy, restore_all
 
-__all__ = ["ParkedGradients", "before_untouched", "nodes_behind", "observing_steps", "unless_undone", "untouched"]
+__all__ = [
+    "ParkedGradients",
+    "before_untouched",
+    "computed_anew",
+    "nodes_behind",
+    "observing_steps",
+    "unless_undone",
+    "untouched",
+]
 
 
 class _Thread(local):
@@ -93,6 +102,20 @@ _unseen_by_engines = torch._C.DisableTorchFunction
 _PARAMETRIZE = vars(torch.nn.utils.parametrize)
 
 
+def computed_anew(undo: Undo, **settings: int) -> None:
+    """Let weights be computed anew until `undo` ends, in a block of ``torch.nn.utils.parametrize.cached()`` too.
+
+    What is cached there belongs to the graph of the loop, and is found by the ids of modules.
+
+    Args:
+        undo: restores it.
+        settings: ``_cache_enabled=0`` to cache nothing meanwhile, for several steps.
+    """
+    anew: dict[str, Any] = {"_cache": {}, **settings}
+    undo.add(partial(_PARAMETRIZE.update, {name: _PARAMETRIZE[name] for name in anew}))
+    _PARAMETRIZE.update(anew)
+
+
 @contextmanager
 def untouched(model: nn.Module) -> Iterator[ParkedGradients]:
     """Run a block on `model` and restore everything that it changed, also after an exception.
@@ -113,8 +136,7 @@ def untouched(model: nn.Module) -> Iterator[ParkedGradients]:
         this = object()
         undo.add(partial(MODELS_OF_TOOLS.pop, this, None))
         MODELS_OF_TOOLS[this] = model
-        undo.add(partial(_PARAMETRIZE.update, _cache=torch.nn.utils.parametrize._cache))
-        _PARAMETRIZE.update(_cache={})  # the loop's, of `parametrize.cached()`, has weights that belong to its graph
+        computed_anew(undo)
         with _unseen_by_engines():
             undo.add(gradients.restore)
             states = [_ModuleState.of(module) for module in model.modules()]
@@ -122,7 +144,7 @@ def untouched(model: nn.Module) -> Iterator[ParkedGradients]:
                 gradients.park(each for each in state.parameters.values() if each is not None and each.is_leaf)
                 undo.add(state.restore)
             devices = {copy.tensor.device for state in states for copy in state.copies}
-        with random_states_kept(devices), on_this_rank_alone(), unchanged_optimizers():
+        with random_states_kept(devices), on_this_rank_alone(), unchanged_optimizers(), iterations_kept():
             yield gradients
 
 

@@ -364,3 +364,30 @@ def test_a_batch_that_came_in_broken_is_where_the_page_begins():
     assert found.record is None
     assert found.tensor in read.text
     assert "b" not in read.counts
+
+
+def test_a_hook_of_the_model_may_ask_where_a_nan_came_from():
+    """As a guard that is called by each forward, also those of the tool, which would never end."""
+    model, asked = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2)), []
+    batch = torch.randn(3, 4)
+    batch[0, 0] = float("nan")
+
+    def guard(module, inputs, output):
+        if not torch.isfinite(output).all():
+            asked.append(first_nonfinite(model, batch))
+
+    for each in model:
+        each.register_forward_hook(guard)
+    model(batch)
+    answers = [each for each in asked if each is not None]
+    assert len(answers) == 3
+    assert all("began at  batch" in str(each) for each in answers)
+    assert len(asked) < 60
+
+
+@pytest.mark.parametrize("tool", [amplab.xray, amplab.gradient_range, amplab.twin])
+def test_another_tool_refuses_a_call_in_its_own_step(tool):
+    model = nn.Linear(4, 2)
+    model.register_forward_hook(lambda *_: tool(model, torch.ones(1, 4)))
+    with pytest.raises(RuntimeError, match=rf"amplab\.{tool.__name__} is called in a step that it runs itself"):
+        tool(model, torch.ones(1, 4))

@@ -12,6 +12,7 @@ import torch
 from html_outline import outline
 from torch import nn
 from torch.nn import functional as F
+from torch.utils.data import DataLoader, RandomSampler, TensorDataset
 
 import amplab
 from amplab import amp
@@ -275,6 +276,36 @@ def test_every_rung_gets_the_batches_of_an_iterator():
     assert [len(rung.steps) for rung in report.rungs] == [9, 9]
     listed = climb(healthy, [batch(step) for step in range(4)], rungs={"one": "fp32"}, steps=9)
     assert [step.loss for step in listed.rungs[0].steps] == [step.loss for step in report.rungs[0].steps]
+
+
+@pytest.mark.parametrize("owner", ["loader", "sampler", "both"])
+def test_every_rung_gets_the_batches_of_a_loader_in_its_own_order(owner):
+    own = torch.Generator().manual_seed(3)
+    data = TensorDataset(IMAGES, LABELS)
+    sampler = RandomSampler(data, generator=own) if owner != "loader" else None
+    loader = DataLoader(
+        data, 64, sampler=sampler, shuffle=sampler is None, generator=own if owner != "sampler" else None
+    )
+    seen = []
+
+    def loss(output, labels):
+        seen.append(labels.tolist())
+        return F.cross_entropy(output, labels)
+
+    before = own.get_state()
+    climb(healthy, loader, loss=loss, steps=8, rungs={"a": "O0", "b": "O0"})
+    assert len(seen) == 16
+    assert seen[:8] == seen[8:]
+    assert torch.equal(own.get_state(), before)
+
+
+def test_weights_that_are_cached_are_those_of_the_loop():
+    """The ids of modules name them, and a copy of a rung may get that of another module."""
+    model = nn.Sequential(nn.utils.parametrizations.spectral_norm(nn.Linear(16, 32)), nn.Linear(32, 4))
+    with nn.utils.parametrize.cached():
+        climb(model, steps=8)
+        assert not nn.utils.parametrize._cache
+        assert model(IMAGES).dtype is torch.float32
 
 
 def test_the_report_is_read_as_a_page_a_text_and_a_line():

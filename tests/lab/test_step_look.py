@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 import warnings
+from functools import partial
 
 import pytest
 import torch
@@ -14,7 +15,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.tensor.debug import CommDebugMode
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn import functional as F
+from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils._debug_mode import DebugMode
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 from torch.utils.data import DataLoader
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -420,3 +423,150 @@ def test_the_look_at_a_step_of_many_ops_looks_up_the_gradients_a_few_times(monke
             optimizer.step()
     assert "looked at the gradients of 1 step: unscaling, clipping, updates" in w.findings().looked_at
     assert 0 < len(looked_up) < 20, "the step has more than 500 ops that write in place"
+
+
+def in_a_block(step, batch):
+    with torch.inference_mode(mode=False):
+        step(batch)
+
+
+def off_in_a_block(step, batch):
+    with torch.inference_mode(), torch.inference_mode(False):
+        step(tuple(each.clone() for each in batch))
+
+
+def after_a_block(step, batch):
+    with torch.inference_mode():
+        batch[0].sum()
+    step(batch)
+
+
+def watched_or_not(is_watched, model, optimizer):
+    return amplab.watch(model, optimizer) if is_watched else contextlib.nullcontext()
+
+
+@pytest.mark.parametrize("around", [in_a_block, off_in_a_block, after_a_block])
+@pytest.mark.parametrize("with_batches", [True, False])
+@pytest.mark.parametrize("next_in_block", [True, False])
+def test_blocks_of_inference_mode_end_as_without_a_watch(around, with_batches, next_in_block):
+    """A look may end within a block that began after it, whose end restores that there is a mode."""
+
+    def trained(is_watched):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        data = [(torch.randn(3, 4), torch.randn(3, 2)) for _ in range(6)]
+
+        def step(batch):
+            optimizer.zero_grad()
+            loss = F.mse_loss(model(batch[0]), batch[1])
+            if is_watched and not with_batches:
+                w.loss(loss)
+            loss.backward()
+            optimizer.step()
+
+        with watched_or_not(is_watched, model, optimizer) as w:
+            source = iter(w.batches(data) if is_watched and with_batches else data)
+            for _ in data:
+                with torch.inference_mode() if next_in_block else contextlib.nullcontext():
+                    batch = next(source)
+                around(step, batch)
+        assert _get_current_dispatch_mode_stack() == []
+        return [*model.parameters()]
+
+    assert all(map(torch.equal, trained(True), trained(False)))
+
+
+class Rounds(torch.optim.SGD):
+    """Draws a random number for each weight in its step, as stochastic rounding does."""
+
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for param in group["params"]:
+                param.grad.add_(torch.rand_like(param), alpha=1e-3)
+        return super().step(closure)
+
+
+@pytest.mark.parametrize("with_batches", [True, False])
+@pytest.mark.parametrize("kind", [torch.optim.SGD, partial(torch.optim.AdamW, eps=1e-3), Rounds])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_nothing_of_the_program_runs_twice(dtype, kind, with_batches):
+    """Not a mask of dropout, whose numbers come from the generator, nor a step, nor a hook on all optimizers."""
+    counted = []
+
+    def trained(is_watched):
+        torch.manual_seed(0)
+        own = torch.Generator().manual_seed(1)
+        model = nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.5), nn.Linear(8, 8), nn.Dropout(0.5)).to(dtype)
+        optimizer = kind(model.parameters(), lr=0.1)
+        average, total = torch.zeros(8, 8, dtype=dtype), torch.zeros(8, 8, dtype=torch.float64)
+        count = torch.zeros(8, 8, dtype=torch.int64)
+        with watched_or_not(is_watched, model, optimizer) as w:
+            data = [torch.randn(8, 8).to(dtype) for _ in range(4)]
+            for x in w.batches(data) if is_watched and with_batches else data:
+                optimizer.zero_grad()
+                loss = model(x + torch.empty(8, 8, dtype=dtype).normal_(generator=own)).float().square().mean()
+                if is_watched and not with_batches:
+                    w.loss(loss)
+                loss.backward()
+                optimizer.step()
+                torch._foreach_add_([average, total, count], 1)
+        return [*model.parameters(), average, total, count, torch.rand(3), torch.rand(3, generator=own)]
+
+    hook = register_optimizer_step_post_hook(lambda *_: counted.append(1))
+    try:
+        plain = trained(False)
+        expected, counted[:] = len(counted), []
+        assert all(map(torch.equal, trained(True), plain))
+        assert len(counted) == expected
+    finally:
+        hook.remove()
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors:UserWarning")
+@pytest.mark.parametrize("masked", [True, False])
+@pytest.mark.parametrize("with_batches", [True, False])
+def test_a_fast_path_of_torch_is_taken_as_without_a_watch(with_batches, masked):
+    """A teacher in eval mode: with a function mode torch takes another path, which rounds, and pads, differently."""
+    layer = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True)
+
+    def losses(is_watched):
+        torch.manual_seed(0)
+        teacher = nn.TransformerEncoder(copy.deepcopy(layer), 2).eval()
+        model = nn.Linear(8, 8)
+        optimizer, found = torch.optim.SGD(model.parameters(), lr=0.1), []
+        mask = torch.tensor([[False, False, True]]).expand(4, 3) if masked else None
+        with watched_or_not(is_watched, model, optimizer) as w:
+            data = [torch.randn(4, 3, 8) for _ in range(3)]
+            for x in w.batches(data) if is_watched and with_batches else data:
+                with torch.no_grad():
+                    target = teacher(x, src_key_padding_mask=mask)
+                optimizer.zero_grad()
+                loss = F.mse_loss(model(x), target)
+                found.append(loss.item())
+                loss.backward()
+                optimizer.step()
+        return found
+
+    assert losses(True) == losses(False)
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
+def test_what_a_look_cannot_read_does_not_end_the_program():
+    """Forward mode has tangents without memory."""
+
+    def trained(is_watched):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 1))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        data = [torch.randn(5, 4) for _ in range(3)]
+        with watched_or_not(is_watched, model, optimizer) as w:
+            for x in w.batches(data) if is_watched else data:
+                optimizer.zero_grad()
+                torch.func.jvp(model, (x,), (torch.ones_like(x),))[1].square().mean().backward()
+                optimizer.step()
+        return [*model.parameters()]
+
+    with pytest.warns(RuntimeWarning, match=r"the look at step \d failed"):
+        found = trained(True)
+    assert all(map(torch.equal, found, trained(False)))

@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from amplab.amp.apex.iteration_state import keep_of
 from amplab.amp.apex.model_weights import Uncast, set_values
 from amplab.amp.apex.optimizer_names import AmpStash, give_hooks, lend_names, take_names_back
 from amplab.amp.backward.gradients import (
@@ -49,6 +50,9 @@ _STEPPED = StepOutcome(True, "parameters updated")
 _NO_GRADIENT = StepOutcome(
     False, "no parameter had a gradient: no backward has reached one since gradients were cleared"
 )
+
+
+_PLACES = "_in_closure", "_in_backward"
 
 
 class _Overflow(NamedTuple):
@@ -113,6 +117,7 @@ class HookedOptimizer:
         self._step: _Step | None = None
         self._steps = 0  # with gradients, skipped ones too; not those of a tool that runs on this rank alone
         self._in_closure, self._in_backward = False, False
+        keep_of(self, "outcome", "_scaled_by", "_unscaled", "_kept_by_fsdp", "_overflow", "_step", "_steps", *_PLACES)
         self._take_over(optimizer, uncast)
         if reducer is not None:
             reducer.prepare(self._own, self._halves())
@@ -192,6 +197,10 @@ class HookedOptimizer:
 
     def _masters(self) -> list[Tensor]:
         return [pair.master for pair in self.masters.pairs]
+
+    def pending_gradients(self) -> list[Tensor]:
+        """Return the masters; see `keep_of`."""
+        return self._masters()
 
     def _halves(self) -> list[Tensor]:
         return [pair.model for pair in self.masters.pairs]

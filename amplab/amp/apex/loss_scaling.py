@@ -25,6 +25,7 @@ from torch.optim import Optimizer
 
 from amplab.amp.apex.hooked_optimizer import HookedOptimizer, await_shards
 from amplab.amp.apex.hooks import Hooks
+from amplab.amp.apex.iteration_state import keep_of
 from amplab.amp.arguments import SMALLEST_SCALE, scale_value
 from amplab.amp.backward.gradients import ScaledBackward, bookkeeping
 from amplab.amp.backward.records import ScaleRecord
@@ -129,6 +130,7 @@ class LossScaler:
         self.rule, self.state = rule, rule.start()
         self.unchecked: Tensor | None = None
         self._overflow_buf = torch.zeros(1, dtype=torch.int32)
+        keep_of(self, "state", "unchecked")
 
     @property
     def scale(self) -> float:
@@ -443,6 +445,7 @@ class CollapseWatch:
     def __init__(self, on_collapse: OnCollapse) -> None:
         self._on_collapse = on_collapse
         self._skips = 0
+        keep_of(self, "_skips")
 
     def see(self, record: ScaleRecord, loss: Tensor) -> None:
         """Count one backward.

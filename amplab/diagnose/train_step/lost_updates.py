@@ -3,6 +3,9 @@
 An update u changes a weight w only if |u| is at least about half the gap between w and the next number: 2^-12 |w| in
 float16, 2^-9 |w| in bfloat16, or more. The same step is taken twice, by the optimizer and by a copy of it with float32
 weights and state, and the changes of each weight are compared. The rule that uses this is in `rules.updates`.
+
+Only for the optimizers of torch and amplab: the step of another class, and a hook on all optimizers, may draw random
+numbers, talk to other ranks or count, which must not happen twice.
 """
 
 from __future__ import annotations
@@ -18,6 +21,9 @@ from torch.optim import Optimizer
 from amplab.formats import LOW_PRECISION_DTYPES
 
 __all__ = ["LostUpdates", "ShadowStep"]
+
+
+_KNOWN = ("torch.optim.", "amplab.optimizers.")
 
 
 class LostUpdates(NamedTuple):
@@ -58,7 +64,9 @@ class ShadowStep:
 
     @staticmethod
     def applies_to(optimizer: Optimizer) -> bool:
-        """Whether the optimizer updates 16-bit weights with finite gradients. Sync: one per weight."""
+        """Whether it is torch's or amplab's, and updates 16-bit weights with finite gradients. Sync: one per weight."""
+        if not type(optimizer).__module__.startswith(_KNOWN):
+            return False
         low = (each for each in _params(optimizer) if each.dtype in LOW_PRECISION_DTYPES)
         grads = [each.grad for each in low if each.grad is not None]
         return bool(grads) and all(grad.layout is torch.strided and _is_finite(grad) for grad in grads)
@@ -66,8 +74,12 @@ class ShadowStep:
     @torch.no_grad()
     def compared(self, number: int) -> LostUpdates | None:
         """Take the step in float32 too, and return what the 16-bit step lost; None if there was no update."""
+        step = type(self._shadow).step  # not that of the instance, which a scheduler has replaced
+        step = (
+            getattr(step, "__wrapped__", step) if hasattr(step, "hooked") else step
+        )  # without hooks on all optimizers
         with torch.enable_grad():
-            self._shadow.step()
+            step(self._shadow)
         updated = unmoved = 0
         squares, lost_squares, dtypes = 0.0, 0.0, []
         for own, before, shadow in zip(self._params, self._before, self._shadows, strict=True):

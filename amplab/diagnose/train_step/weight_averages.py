@@ -69,9 +69,15 @@ class WeightAverages:
         self._followed: dict[int, _Average] = {}
 
     def before(self, func: Any, written: Sequence[Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Apply an op that is about to run to the float64 copies of what it writes. Sync: none."""
+        """Apply an op that is about to run to float64 copies of its 16-bit arguments, and to copies of what it writes.
+
+        Sync: none.
+        """
         candidates = [each for each in written if self._may_be_average(each)]
         if not candidates:
+            return
+        if torch.Tag.nondeterministic_seeded in func.tags:  # run twice, it would advance the generator twice
+            self._forget(candidates)
             return
         for each in candidates:
             if each.data_ptr() not in self._followed:
@@ -80,8 +86,11 @@ class WeightAverages:
         try:
             func(*self._exact(args), **{name: self._exact(value) for name, value in kwargs.items()})
         except Exception:  # noqa: BLE001  an op without float64: nothing is known of what it writes
-            for each in candidates:
-                self._followed.pop(each.data_ptr(), None)
+            self._forget(candidates)
+
+    def _forget(self, tensors: Sequence[Tensor]) -> None:
+        for each in tensors:
+            self._followed.pop(each.data_ptr(), None)
 
     @torch.no_grad()
     def lost(self) -> Iterator[LostAverage]:
@@ -97,13 +106,15 @@ class WeightAverages:
         return fits and tensor.layout is torch.strided and tensor.data_ptr() not in self._own
 
     def _exact(self, value: Any) -> Any:
-        """An argument of an op with its 16-bit tensors in float64."""
+        """An argument of an op with its 16-bit tensors in float64; no tensor is that of the program."""
         if isinstance(value, list | tuple):
             return type(value)(self._exact(each) for each in value)
-        if not isinstance(value, Tensor) or not value.is_floating_point():
+        if not isinstance(value, Tensor):
             return value
         known = self._followed.get(value.data_ptr())
-        return value.detach().double() if known is None or known.tensor.shape != value.shape else known.exact
+        if known is not None and known.tensor.shape == value.shape:
+            return known.exact
+        return value.detach().to(torch.float64 if value.is_floating_point() else value.dtype, copy=True)
 
     def _nearest(self, tensor: Tensor) -> tuple[str, Tensor] | None:
         """The parameter of the same shape that is nearest to a tensor, if it is near."""

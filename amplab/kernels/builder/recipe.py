@@ -78,8 +78,8 @@ class Recipe:
         for path in (*self.cpp, *self.cuda, *self.headers):
             digest.update(path.name.encode() + b"\0" + path.read_bytes() + b"\0")
         environment = (torch.__version__, cuda_of_torch(), sys.version, platform.machine(), _cpu_features())
-        environment += _gpus() if self.cuda else ()
-        digest.update(repr((self.cflags, self.cuda_cflags, self.ldflags, environment)).encode())
+        gpus = _gpus() if self.cuda else ()
+        digest.update(repr((self.cflags, self.cuda_cflags, self.ldflags, environment, gpus)).encode())
         return digest.hexdigest()[:32]
 
 

@@ -1,0 +1,82 @@
+"""A tool between an overflow and the step that is skipped for it, in apex's order of calls."""
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+import amplab
+from amplab import amp
+
+X, Y = torch.randn(3, 4, generator=torch.Generator().manual_seed(0)), torch.zeros(3, 2)
+
+
+def loss_of(model):
+    return F.mse_loss(model(X).float(), Y)
+
+
+def iteration(model, optimizer, factor=1.0):
+    optimizer.zero_grad()
+    loss = loss_of(model) * factor
+    with amp.scale_loss(loss, optimizer) as scaled_loss:
+        scaled_loss.backward()
+
+
+def whole(model, optimizer):
+    """A step= that trains by itself, as with a discriminator."""
+    iteration(model, optimizer)
+    optimizer.step()
+    return loss_of(model)
+
+
+def overflowing(model, optimizer):
+    """A step= whose own gradients overflow and that leaves the step to the program."""
+    iteration(model, optimizer, 1e6)
+    return loss_of(model)
+
+
+def with_step(tool):
+    return lambda model, optimizer, step: tool(model, step=lambda: step(model, optimizer))
+
+
+TOOLS = {
+    tool.__name__: with_step(tool)
+    for tool in (amplab.xray, amplab.first_nonfinite, amplab.gradient_range, amplab.doctor)
+}
+TOOLS["doctor train_step"] = lambda model, optimizer, step: amplab.doctor(
+    model, (X, Y), loss=F.mse_loss, train_step=lambda batch: whole(model, optimizer), optimizer=optimizer
+)
+
+
+@pytest.fixture(autouse=True)
+def ended():
+    yield
+    amp.reset()
+
+
+def trained(level, tool, step):
+    amp.reset()
+    torch.manual_seed(0)
+    model = nn.Linear(4, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    model, optimizer = amp.initialize(model, optimizer, opt_level=level, verbosity=0)
+    outcomes = []
+    for number in range(4):
+        iteration(model, optimizer, 1e6 if number == 1 else 1.0)
+        if tool is not None and number in (1, 2):
+            tool(model, optimizer, step)
+        optimizer.step()
+        outcomes.append(amp.last_step(optimizer).stepped)
+    return [param.detach().float().clone() for param in model.parameters()], amp.state_dict(), outcomes
+
+
+@pytest.mark.filterwarnings("ignore:.*:UserWarning")
+@pytest.mark.parametrize("step", [whole, overflowing])
+@pytest.mark.parametrize("level", ["O1", "O2"])
+@pytest.mark.parametrize("name", TOOLS)
+def test_the_step_that_is_due_to_be_skipped_is_the_only_one(name, level, step):
+    weights, state, outcomes = trained(level, TOOLS[name], step)
+    expected, expected_state, _ = trained(level, None, step)
+    assert outcomes == [True, False, True, True]
+    assert all(map(torch.equal, weights, expected))
+    assert state == expected_state
