@@ -207,7 +207,7 @@ def _dense_values(tensor: Tensor) -> Tensor:
             f"exponent_histogram({tensor.layout}): expected a dense tensor; "
             "pass tensor.coalesce().values() to count the stored elements."
         )
-    values = tensor.detach().reshape(-1)  # (elements,)
+    values = tensor.detach().resolve_neg().reshape(-1)  # (elements,); a negated view has other bits
     return values if values.dtype is torch.float64 else values.float()
 
 

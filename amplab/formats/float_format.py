@@ -278,7 +278,7 @@ class FloatFormat:
             raise TypeError(
                 f"round({tensor.dtype}): expected a floating-point tensor; convert it with tensor.float() first."
             )
-        x = tensor.detach().double()
+        x = tensor.detach().resolve_neg().double()  # a negated view has other bits
         # Powers of two from bits are exact; torch.pow and torch.ldexp may not be.
         exponent = ((x.view(torch.int64) >> FLOAT64_MANTISSA_BITS) & 0x7FF) - FLOAT64_BIAS
         last_bit = exponent.clamp(min=self.min_exponent) - self.mantissa_bits

@@ -130,7 +130,7 @@ class Experiment:
         self._draws = MODELS[config.model].draws
         self._copy: nn.Module | None = None  # building it again would draw
         self._nonfinite_at_start = frozenset(_nonfinite_buffers(self._model))
-        self._optimizers, self._names, self._rates = list[Optimizer](), list[list[str]](), list[list[float]]()
+        self._optimizers, self._names, self._rates = list[Optimizer](), list[list[str]](), list[list[Any]]()
         self._build_optimizers(config)
         self._session = Session()
         self._scaled: list[ScaleRecord] = []  # of the present step
@@ -726,7 +726,7 @@ class Experiment:
         self._optimizers = self._task.optimizers(self._model, optimizer_maker(config))
         names = {id(weight): name for name, weight in self._model.named_parameters()}
         self._names = [[names[id(weight)] for weight in _stepped(each)] for each in self._optimizers]
-        self._rates = [[group.get("lr", 0.0) for group in each.param_groups] for each in self._optimizers]
+        self._rates = [[group.get("lr") for group in each.param_groups] for each in self._optimizers]
         self._set_rates(config)
 
     def _set_rates(self, config: ExperimentConfig) -> None:
@@ -734,7 +734,7 @@ class Experiment:
         first = self._rates[0][0]
         for optimizer, rates in zip(self._optimizers, self._rates, strict=True):
             for group, rate in zip(optimizer.param_groups, rates, strict=True):
-                if "lr" in group and first:
+                if first and rate is not None:
                     group["lr"] = config.learning_rate * (rate / first)
                 if "momentum" in group and config.optimizer != OWN:
                     group["momentum"] = config.momentum

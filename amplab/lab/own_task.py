@@ -35,6 +35,7 @@ from amplab.lab.config import OWN
 from amplab.lab.models import MODELS, ModelChoice
 from amplab.lab.tasks import OWN_TASK, TASKS, MakeOptimizer, Score, Task, TaskChoice, TaskLoss
 from amplab.lab.tasks.task import drawing_alone
+from amplab.optimizers.group_settings import learning_rate
 from amplab.policies.signals import is_interrupt
 from amplab.trace.handed_step import Loss, ModelGroup, as_model, handed_step
 from amplab.trace.random_states import random_states_kept
@@ -173,7 +174,7 @@ def register_own(
     if code.has_optimizers:
         made = OwnTask(name, code, score, 0).optimizers(first, None)
         chosen = OWN
-        rates |= {OWN: float(made[0].param_groups[0].get("lr", 0.0))}
+        rates |= {OWN: learning_rate(made[0].param_groups[0]) or 0.0}
     _try_one_step(OwnTask(name, code, score, 0), first)
     label = type(first.get_submodule(code.trained[0]) if isinstance(first, ModelGroup) else first).__name__
     label = " + ".join(type(each).__name__ for each in first.children()) if isinstance(first, ModelGroup) else label

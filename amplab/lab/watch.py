@@ -62,6 +62,7 @@ from amplab.lab.step_rerun import CannotRunAgain, NeedsOtherRanks, StepRerun
 from amplab.lab.tensorboard_scalars import TensorBoardScalars
 from amplab.lab.watched_batches import WatchedBatches
 from amplab.lab.watched_run import NO_LEVEL, WatchedRun
+from amplab.optimizers.group_settings import learning_rate
 from amplab.policies.casting.thread_scopes import THREAD
 from amplab.policies.nested_tensors import samples_in
 from amplab.policies.signals import DeferredSignals, is_interrupt
@@ -485,7 +486,8 @@ class Watch:
             return
         row = self._record_rest()
         step = row[0]
-        self._rates.append((step, float(self._optimizers[0].param_groups[0]["lr"])))
+        if (rate := learning_rate(self._optimizers[0].param_groups[0])) is not None:
+            self._rates.append((step, rate))
         if (histogram := self._measure.histogram) is not None:
             self._keep_measure(step, histogram, outcome)
         self._measure.forget()
@@ -764,7 +766,7 @@ def watch(
             address as `tensorboard`.
         ImportError: `tensorboard` is given and TensorBoard is not installed.
 
-    Sync: one per step if the loss or the scale is on a device.
+    Sync: one per step for each of the loss, the scale and the learning rate that is on a device.
 
     >>> model = nn.Linear(2, 1)
     >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)

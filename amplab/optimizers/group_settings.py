@@ -1,4 +1,4 @@
-"""Checks of the settings of an optimizer or a group, by name, before anything is constructed."""
+"""Settings of an optimizer or a group by name: checked before anything is constructed, and the learning rate."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from numbers import Real
@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import required
 
-__all__ = ["REQUIRED", "check_settings", "groups_with_rates"]
+__all__ = ["REQUIRED", "check_settings", "groups_with_rates", "learning_rate"]
 
 REQUIRED: Any = required
 """The default of a learning rate that every group may have instead, as in apex."""
@@ -71,6 +71,18 @@ def groups_with_rates(optimizer: str, params: Iterable[Any], first: int = 0) -> 
                 "every group, or lr as an argument for all."
             )
     return groups
+
+
+def learning_rate(group: Mapping[str, Any]) -> float | None:
+    """Return the learning rate of a group of any optimizer; None if it has none, or computes it in its steps.
+
+    Sync: one if it is a tensor on a device.
+
+    >>> learning_rate({"lr": 0.1}), learning_rate({"lr": None}), learning_rate({"decay": 0.9})
+    (0.1, None, None)
+    """
+    rate = group.get("lr")
+    return None if rate is None else float(rate)
 
 
 def _number(value: Any) -> float:

@@ -9,6 +9,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from amplab.policies.signals import is_interrupt
+
 __all__ = ["explained_absence", "first_rank", "refuse_disagreement", "refuse_other_call"]
 
 
@@ -42,6 +44,8 @@ def explained_absence(purpose: str) -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
+        if is_interrupt(error):
+            raise
         raise RuntimeError(
             f"This rank waited for the others to {purpose}, but one has ended, or has not come here: every rank must "
             "make the same calls of amp.initialize, of the model in training mode, and of scale_loss. Give every rank "

@@ -24,7 +24,6 @@ import itertools
 import sys
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import suppress
 from typing import Any
 
 import torch
@@ -35,6 +34,7 @@ from amplab.parallel.agreement import explained_absence, first_rank, refuse_disa
 from amplab.parallel.buckets import Bucket, bucket_ends
 from amplab.parallel.rank_notes import Notes
 from amplab.parallel.ranks import is_alone
+from amplab.policies.signals import is_interrupt
 from amplab.scalers import FlatGradients, to_device
 from amplab.scalers.flat_buffer import FlatBuffer
 
@@ -210,8 +210,8 @@ class CombinedReducer:
             self._send(bucket, empty=empty)
         try:
             notes = Notes() if is_alone() else self._await(buckets)
-        except RuntimeError:  # there is nobody to exchange with
-            self._due = False
+        except RuntimeError as error:
+            self._due = is_interrupt(error)  # else there is nobody to exchange with
             raise
         self._due, self._works = False, []
         return notes
@@ -252,11 +252,13 @@ class CombinedReducer:
         try:
             if self._due:
                 self._problems = [_failure()]
-                with suppress(RuntimeError):  # the failure of the backward is reported
-                    notes = self._send_and_wait(self._buckets, empty=True)
-                    for bucket in self._buckets:
-                        bucket.clear_padding()
-                    self._settle(notes)
+                notes = self._send_and_wait(self._buckets, empty=True)
+                for bucket in self._buckets:
+                    bucket.clear_padding()
+                self._settle(notes)
+        except RuntimeError as error:  # the failure of the backward is reported
+            if is_interrupt(error):
+                raise
         finally:
             self._end()
 

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
+from amplab.optimizers.group_settings import learning_rate
 from amplab.parallel.ranks import data_parallel
 
 __all__ = ["RankState", "is_state_due"]
@@ -55,7 +56,7 @@ class RankState:
         total: the sum of the weights.
         norm: their L2 norm.
         rounding: the relative rounding error of their coarsest dtype.
-        rates: the learning rate of each parameter group.
+        rates: the learning rate of each parameter group; 0.0 for one that has none.
         settings: the other settings of each optimizer, as text.
         averages: with which ranks DistributedDataParallel averages the gradients; "unknown" if none was seen.
     """
@@ -100,7 +101,7 @@ class RankState:
             total,
             norm,
             max((torch.finfo(each.dtype).eps for each in weights if each.is_floating_point()), default=0.0),
-            tuple(float(group.get("lr", 0.0)) for group in groups),
+            tuple(learning_rate(group) or 0.0 for group in groups),
             "; ".join(map(_settings, optimizers)),
             _averages(list(found), whole=whole),
         )

@@ -11,7 +11,7 @@ import os
 import platform
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -22,7 +22,7 @@ from torch.nn.modules.module import register_module_forward_hook, register_modul
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.hooks import RemovableHandle
 
-from amplab.policies.signals import DeferredSignals
+from amplab.policies.signals import DeferredSignals, is_interrupt
 
 __all__ = [
     "PostedTexts",
@@ -86,8 +86,7 @@ def agreed_text(name: str, choose: Callable[[], str], *, timeout: float = 10.0) 
     number = store.add(f"amplab/{name}/calls of rank {dist.get_rank()}", 1)
     key = f"amplab/{name}/{number}"
     if store.add(f"{key}/callers", 1) > 1:
-        with suppress(RuntimeError):  # a timeout, as in `texts_of_ranks`
-            store.wait([key], timedelta(seconds=timeout))
+        _wait(store, [key], timeout)
     own = "" if store.check([key]) else choose()
     return str(store.compare_set(key, "", own).decode())
 
@@ -107,8 +106,7 @@ def texts_of_ranks(name: str, own: str, *, timeout: float) -> Sequence[str | Non
     number = store.add(f"amplab/{name}/calls of rank {rank}", 1)
     keys = [f"amplab/{name}/{number}/rank {each}" for each in range(dist.get_world_size())]
     store.set(keys[rank], own)
-    with suppress(RuntimeError):  # a timeout; that of a TCPStore is a DistError. Those that are there are returned
-        store.wait(keys, timedelta(seconds=timeout))
+    _wait(store, keys, timeout)
     return [store.get(key).decode() if store.check([key]) else None for key in keys]
 
 
@@ -298,6 +296,15 @@ def _store() -> Any:
     if group is None:
         raise RuntimeError("no process group: expected a call after torch.distributed.init_process_group.")
     return group.get_group_store()
+
+
+def _wait(store: Any, keys: list[str], timeout: float) -> None:
+    """Wait until a store has all keys, `timeout` seconds at most."""
+    try:
+        store.wait(keys, timedelta(seconds=timeout))
+    except RuntimeError as error:  # a timeout; that of a TCPStore is a DistError
+        if is_interrupt(error):
+            raise
 
 
 def _launch() -> str:

@@ -130,6 +130,8 @@ def _follow(module: nn.SyncBatchNorm, mean: Tensor, var: Tensor) -> None:
 def convert_syncbn_model(module: nn.Module, process_group: Any = None, channel_last: bool = False) -> nn.Module:
     """Return ``module`` with every BatchNorm replaced by a `SyncBatchNorm` with its weights and statistics.
 
+    One that has several names, as a layer that is called twice may have, stays one module.
+
     Args:
         module: modified in place; if it is a BatchNorm, the replacement is returned.
         process_group: the processes whose batches are normalized together; None for all.
@@ -144,12 +146,20 @@ def convert_syncbn_model(module: nn.Module, process_group: Any = None, channel_l
     'SyncBatchNorm'
     """
     del channel_last
-    converted = module
-    if isinstance(module, nn.modules.batchnorm._BatchNorm):
-        converted = _synced(module, process_group)
-    for name, child in module.named_children():
-        converted.add_module(name, convert_syncbn_model(child, process_group))
-    return converted
+    return _converted(module, process_group, {})
+
+
+def _converted(module: nn.Module, process_group: Any, done: dict[nn.Module, nn.Module]) -> nn.Module:
+    """Return what ``module`` becomes; ``done`` has what others have become."""
+    if module not in done:
+        converted = module
+        if isinstance(module, nn.modules.batchnorm._BatchNorm):
+            converted = _synced(module, process_group)
+        done[module] = converted
+        for name, child in module._modules.items():  # `named_children` leaves out other names of a child
+            if child is not None:
+                converted.add_module(name, _converted(child, process_group, done))
+    return done[module]
 
 
 def _synced(norm: nn.modules.batchnorm._BatchNorm, process_group: Any) -> SyncBatchNorm:

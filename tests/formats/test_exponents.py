@@ -85,6 +85,15 @@ def test_shape_strides_grad_and_emptiness_do_not_matter():
     assert exponent_histogram(torch.empty(0)).span is None
 
 
+@pytest.mark.parametrize("dtype", [torch.complex32, torch.complex64, torch.complex128])
+@pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental:UserWarning")
+def test_the_imaginary_part_of_a_conjugate_is_counted(dtype):
+    x = torch.tensor([1.0 + 3.0j, 2.0 - 0.25j], dtype=dtype)
+    assert x.conj().imag.is_neg()
+    assert exponent_histogram(x.conj().imag) == exponent_histogram(-x.imag)
+    assert exponent_histogram(x.conj().imag).span == (-2, 1)
+
+
 @pytest.mark.parametrize("power", [-20, 0, 16])
 def test_shifting_the_histogram_is_scaling_the_tensor(power):
     x = torch.randn(1000)

@@ -185,6 +185,14 @@ def test_round_takes_any_floating_dtype_and_any_shape(dtype):
     assert FLOAT16.round(torch.tensor(0.1, requires_grad=True)).item() == 0.0999755859375
 
 
+@pytest.mark.parametrize("dtype", [torch.complex64, torch.complex128])
+def test_round_takes_the_imaginary_part_of_a_conjugate(dtype):
+    x = torch.tensor([1.0 + 0.1j, 2.0 - 70000.0j, -0.0j], dtype=dtype)
+    assert x.conj().imag.is_neg()
+    expected = FLOAT16.round(torch.tensor([-0.1, 70000.0, 0.0], dtype=x.real.dtype))
+    assert torch.equal(FLOAT16.round(x.conj().imag), expected)
+
+
 def test_round_refuses_integers_and_says_what_to_do():
     with pytest.raises(TypeError, match=r"round\(torch.int64\)"):
         FLOAT16.round(torch.tensor([1]))

@@ -1,5 +1,6 @@
 """A model, data and a loss of one's own in the lab: as in plain torch, and with all that the lab does."""
 
+import copy
 import math
 import sys
 from collections.abc import Iterator
@@ -7,6 +8,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 import torch.nn.functional as F
+from rateless_optimizers import RATELESS, Relative
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -300,6 +302,31 @@ def test_a_learning_rate_keeps_the_ratio_of_the_groups():
     assert isinstance(experiment.optimizer, torch.optim.Adam)
     experiment.switch(config.changed(optimizer="own"))
     assert [group["lr"] for group in experiment.optimizer.param_groups] == [0.4, 0.1]
+
+
+@pytest.mark.parametrize("kind", RATELESS)
+def test_an_optimizer_without_a_learning_rate_is_trained_as_it_is(kind):
+    config = registered(Tagger(), TAGS, loss=F.cross_entropy, optimizer=kind)
+    assert (config.optimizer, config.learning_rate) == ("own", 0.0)
+    experiment = Experiment(config)
+    options = copy.deepcopy(experiment.optimizer.state_dict()["param_groups"])
+    before = [weight.clone() for weight in experiment.model.parameters()]
+    experiment.step()
+    experiment.switch(config.changed(lr=0.8))
+    assert experiment.optimizer.state_dict()["param_groups"] == options
+    assert not any(map(torch.equal, before, experiment.model.parameters()))
+
+
+def test_a_group_that_computes_its_rate_keeps_none_beside_one_that_has_it():
+    model = Tagger()
+    groups = [
+        {"params": model.words.parameters(), "lr": 0.4},
+        {"params": [*model.gru.parameters(), *model.out.parameters()]},
+    ]
+    config = registered(model, TAGS, loss=F.cross_entropy, optimizer=Relative(groups))
+    experiment = Experiment(config)
+    experiment.switch(config.changed(lr=0.8))
+    assert [group["lr"] for group in experiment.optimizer.param_groups] == [0.8, None]
 
 
 def test_a_gan_has_a_scale_for_each_loss():

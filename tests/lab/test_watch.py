@@ -19,6 +19,7 @@ import weakref
 
 import pytest
 import torch
+from rateless_optimizers import RATELESS
 from torch import nn
 from torch.nn import functional as F
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
@@ -151,6 +152,20 @@ def test_a_measured_exponent_is_the_gradients_own(every):
             if w.history.last.step % every == 0:
                 assert w.observation.steps[-1].gradient_norm == pytest.approx(norm, rel=1e-5)
     assert len(w.history.gradient_samples) == (17 if every == 1 else 1)
+
+
+@pytest.mark.parametrize("kind", RATELESS)
+def test_an_optimizer_without_a_learning_rate_is_watched(kind):
+    models = [make()[0] for _ in range(2)]
+    watches = []
+    for model, watched in zip(models, (False, True), strict=True):
+        torch.manual_seed(1)  # of dropout
+        optimizer = kind(model.parameters())
+        watches.append(watch(model, optimizer) if watched else Silent())
+        plain_loop(watches[-1], model, optimizer, [])
+    assert all(map(torch.equal, *(model.parameters() for model in models)))
+    assert (len(watches[1].history), watches[1].failures) == (STEPS, ())
+    assert not any(each.severity == "error" for each in watches[1].findings())
 
 
 def test_nothing_stays_behind():

@@ -88,3 +88,39 @@ def test_sync_batchnorm_keeps_weights_and_statistics():
     assert torch.equal(alone(inputs), nn.BatchNorm2d(4)(inputs))  # one process: nothing to agree on
     with pytest.raises(ValueError, match="fuse_relu"):
         SyncBatchNorm(4, fuse_relu=True)
+
+
+class Shared(nn.Module):
+    """A BatchNorm with three names, in two parents."""
+
+    def __init__(self):
+        super().__init__()
+        self.first = self.second = nn.BatchNorm1d(3)
+        self.inner = nn.Sequential(nn.ReLU(), self.first)
+        self.register_module("absent", None)
+
+    def forward(self, inputs):
+        return self.inner(self.second(self.first(inputs)))
+
+
+def calls_a_norm_three_times(rank):
+    """Return the outputs on each rank's half, and the statistics, and those of one process on the whole batch."""
+    torch.manual_seed(0)
+    inputs = torch.randn(8, 3, dtype=torch.float64) * 2 + 1
+    alone, synced = Shared().double(), convert_syncbn_model(Shared().double())
+    whole, own = alone(inputs), synced(inputs[4 * rank :][:4])
+    pairs = [(whole[4 * rank :][:4], own), *zip(alone.buffers(), synced.buffers(), strict=True)]
+    return [torch.allclose(*pair) for pair in pairs]
+
+
+def test_a_norm_with_several_names_is_converted_under_each_and_stays_one():
+    model, names = Shared(), list(Shared().state_dict())
+    norm, converted = model.first, convert_syncbn_model(model)
+    assert type(converted.first) is SyncBatchNorm
+    assert converted.first is converted.second is converted.inner[1]
+    assert converted.first.weight is norm.weight
+    assert list(converted.state_dict()) == names
+    norm = nn.BatchNorm1d(3)
+    first, _, last = convert_syncbn_model(nn.Sequential(norm, nn.ReLU(), norm))
+    assert first is last
+    assert run_ranks(calls_a_norm_three_times) == [[True] * 4] * 2

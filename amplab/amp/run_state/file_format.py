@@ -198,11 +198,15 @@ def _unloadable(value: Any, where: str) -> Iterator[str]:
 def _checksums() -> Iterator[None]:
     """Let torch.save write checksums, even if they are disabled."""
     before = torch.serialization.get_crc32_options()
-    torch.serialization.set_crc32_options(True)
     try:
+        torch.serialization.set_crc32_options(True)
         yield
     finally:
-        torch.serialization.set_crc32_options(before)
+        try:
+            torch.serialization.set_crc32_options(before)
+        except BaseException:  # of a signal
+            torch.serialization.set_crc32_options(before)
+            raise
 
 
 def _torch_save(state: dict[str, Any], file: BinaryIO) -> None:
@@ -330,6 +334,7 @@ def _lock(file: BinaryIO) -> None:
     fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
 
 
+@deferring_signals  # between `os.open` and its result nothing could close the descriptor
 def _fsync_folder(folder: Path) -> None:
     """Make the rename durable. Windows cannot open folders and does not need it."""
     if os.name != "posix":

@@ -180,7 +180,8 @@ def _unfit(optimizer: Optimizer, entry: dict[str, Any]) -> Iterator[str]:
 def _unfit_options(here: Mapping[str, Any], saved: Mapping[str, Any]) -> Iterator[str]:
     """Yield each option whose kind is not that of the optimizer's own, or that is not finite."""
     for name, value in saved.items():
-        if name == "lr" and not _is_not_negative(value):
+        computed = value is None and here.get(name) is None  # as Adafactor of transformers does for its rate
+        if name == "lr" and not (computed or _is_not_negative(value)):
             yield f"lr is {value!r}: expected a number >= 0"
         elif name in here and not _is_like(value, here[name]):
             yield f"{name} is {value!r} in the file and {here[name]!r} in the optimizer"

@@ -48,9 +48,11 @@ from amplab.amp.run_state.rng_state import capture_rng, restore_rng, rng_problem
 from amplab.amp.run_state.sharded_folder import (
     has_shards,
     is_run_folder,
+    lost_shardings,
     on_every_rank,
     rank_file,
     read_shards,
+    refuse_other_shards,
     tensors_of,
     write_run_folder,
 )
@@ -106,8 +108,8 @@ def save_run_state(
         extra: everything else that the run needs, made of the same types.
 
     Raises:
-        RunStateError: a value that the file cannot hold; the message names its place. Of a sharded run on every rank
-            if one rank fails.
+        RunStateError: a value that the file cannot hold, or a DTensor in ``position`` or ``extra``; the message names
+            its place. Of a sharded run on every rank if one rank fails.
         RuntimeError: ``amp`` before its ``initialize``.
         TypeError: an argument of another type, or both ``amp`` and ``scaler``. ValueError: a path with NUL.
         RuntimeError: the scaler is between ``unscale_`` or ``step`` and ``update``; a tool, such as `amplab.xray`,
@@ -139,6 +141,7 @@ def save_run_state(
     if has_shards(state):
         write_run_folder(path, state)
     else:
+        refuse_other_shards(state)
         write_run_state(path, state)
 
 
@@ -180,8 +183,11 @@ def load_run_state(
     path = given_path(path)
     models, optimizers, session = _checked(model, optimizer, amp, scaler)
     _refuse_missing(path)
-    state, own = _read(path, models, optimizers, scaler)
+    state, own, whole = _read(path, models, optimizers, scaler)
     notes = _left_out(state, models, optimizers, session, scaler)
+    if whole:
+        more = f" and {len(whole) - 1} more" if len(whole) > 1 else ""
+        notes = (*notes, f"{whole[0]}{more} of an earlier version: a DTensor when saved, a whole tensor now")
     if not own:
         notes = (*notes, "saved by fewer ranks: the random states of this rank are not restored")
 
@@ -299,13 +305,13 @@ def _refuse_missing(path: Path) -> None:
 
 def _read(
     path: Path, models: list[Module], optimizers: list[Optimizer], scaler: GradScaler | None
-) -> tuple[dict[str, Any], bool]:
-    """Return a state that matches the models and optimizers, and whether it is the state of this rank."""
+) -> tuple[dict[str, Any], bool, list[str]]:
+    """Return a state that matches the models and optimizers, whether it is of this rank, and its `lost_shardings`."""
     if not is_run_folder(path):
         state = read_run_state(path)
         _refuse_other_run(path, state, models, optimizers, scaler)
         _refuse_empty_tensors(path, state, models, optimizers)
-        return state, True
+        return state, True, []
 
     def checked() -> tuple[dict[str, Any], bool]:
         state, own = rank_file(path)
@@ -315,7 +321,7 @@ def _read(
     state, own = on_every_rank(checked)
     filled = read_shards(path, state, models, optimizers)
     on_every_rank(lambda: _refuse_empty_tensors(path, filled, models, optimizers))
-    return filled, own
+    return filled, own, lost_shardings(state, filled)
 
 
 def _refuse_other_run(

@@ -1,6 +1,6 @@
 """A run with sharded parameters (FSDP2) as a folder: shards by torch.distributed.checkpoint, the rest by rank.
 
-    PATH/.metadata, PATH/*.distcp     every DTensor of the run; they load on any number of ranks
+    PATH/.metadata, PATH/*.distcp     every DTensor of models and optimizers; they load on any number of ranks
     PATH/rank_0.pt, rank_1.pt, …      a file of `file_format` with everything else, such as generators and loss scales;
                                       an empty tensor on the meta device has the place of each DTensor
     PATH/checksums.pt                 the checksum of every other file, which is compared before the file is used
@@ -31,7 +31,17 @@ from amplab.amp.run_state.paths import short_name, target_of
 from amplab.policies.signals import DeferredSignals
 from amplab.scalers import is_sharded
 
-__all__ = ["has_shards", "is_run_folder", "on_every_rank", "rank_file", "read_shards", "tensors_of", "write_run_folder"]
+__all__ = [
+    "has_shards",
+    "is_run_folder",
+    "lost_shardings",
+    "on_every_rank",
+    "rank_file",
+    "read_shards",
+    "refuse_other_shards",
+    "tensors_of",
+    "write_run_folder",
+]
 
 Value = TypeVar("Value")
 _OF_A_RUN = re.compile(rf"\.metadata|.*\.distcp|rank_\d+\.pt|{re.escape(CHECKSUMS)}")
@@ -39,9 +49,31 @@ _Place = tuple[Any, ...]
 """The keys and indices that lead to a tensor: ("optimizers", 0, "state", "state", 3, "exp_avg")."""
 
 
-def has_shards(state: Any) -> bool:
-    """Return whether a state of `save_run_state` holds a DTensor."""
-    return any(is_sharded(tensor) for _, tensor in tensors_of(state))
+def has_shards(state: Mapping[str, Any]) -> bool:
+    """Return whether the models or optimizers of a state of `save_run_state` hold a DTensor: on every rank, or none."""
+    return any(is_sharded(tensor) for name in ("models", "optimizers") for _, tensor in tensors_of(state[name]))
+
+
+def refuse_other_shards(state: Mapping[str, Any]) -> None:
+    """Raise RunStateError for a DTensor for which a load would know no sharding, as one of ``extra``."""
+    for place, tensor in tensors_of(state):
+        if is_sharded(tensor) and not _has_like(place):
+            raise RunStateError(
+                f"{_text(place)} is a DTensor: expected DTensors among the parameters of models and the state of their "
+                "optimizers only, which a load shards as the models are then. Pass the model that it belongs to, as in "
+                "model=[model, ema], or call its full_tensor() on every rank and save the result."
+            )
+
+
+def lost_shardings(state: Mapping[str, Any], filled: Mapping[str, Any]) -> list[str]:
+    """Return the places in ``position`` and ``extra`` that held DTensors, which earlier versions saved.
+
+    Args:
+        state: of `rank_file`.
+        filled: the same after `read_shards`.
+    """
+    pairs = zip(tensors_of(state), tensors_of(filled), strict=True)
+    return [_text(at) for (at, was), (_, now) in pairs if _is_the_callers(at) and was.is_meta and not now.is_meta]
 
 
 def is_run_folder(path: Path) -> bool:
@@ -53,7 +85,8 @@ def write_run_folder(path: Path, state: dict[str, Any]) -> None:
     """Write a state with DTensors. Every rank calls it, each with its own state. A link stays: its target is written.
 
     Raises:
-        RunStateError: a value that a file cannot hold, or shards that cannot be written, on any rank.
+        RunStateError: a value that a file cannot hold, a DTensor in ``position`` or ``extra``, or shards that cannot be
+            written, on any rank.
         OSError: the folder cannot be written, or ``path`` is a file. A folder at ``path`` is unchanged.
         KeyboardInterrupt: on every rank if the shards of one were interrupted.
 
@@ -67,6 +100,7 @@ def write_run_folder(path: Path, state: dict[str, Any]) -> None:
     partial = path.with_name(f".{short_name(path.name)}.partial")
     first = dist.get_rank() == 0
     file = partial / _name(dist.get_rank())
+    on_every_rank(lambda: refuse_other_shards(state))
     on_every_rank(lambda: _make_folder(path, partial) if first else None)
     shards = {_key(place): tensor for place, tensor in tensors_of(state) if is_sharded(tensor)}
     on_every_rank(lambda: write_run_state(file, _without_shards(state)))
@@ -114,6 +148,8 @@ def read_shards(
 ) -> dict[str, Any]:
     """Return the ``state`` of `rank_file` with values in place of meta tensors, sharded as the models are now.
 
+    What earlier versions saved of ``position`` and ``extra`` (`lost_shardings`) is whole.
+
     Args:
         path: the folder.
         state: checked against ``models`` and ``optimizers``.
@@ -134,12 +170,15 @@ def read_shards(
     targets = {
         _key(place): torch.empty_like(like, dtype=tensor.dtype, requires_grad=False)
         for place, tensor in tensors_of(state)
-        if tensor.is_meta and (like := _like(place, model_states, params)) is not None
+        if tensor.is_meta and (like := _like(place, model_states, params, tensor)) is not None
     }
     if targets:
+        callers = {_key(place) for place, _ in tensors_of(state) if _is_the_callers(place)}
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
             reader = on_every_rank(lambda: ShardReader(_present(path), read_checksums(_present(path))))
+            for key in callers - reader.read_metadata().state_dict_metadata.keys():
+                targets.pop(key, None)  # on the meta device in the caller's program, too
             with _errors_of_ranks(
                 f"The shards in {path} cannot be read, and nothing was loaded.",
                 "Copy the folder again from an intact source, or load an earlier one.",
@@ -243,15 +282,29 @@ def _without_shards(state: dict[str, Any]) -> dict[str, Any]:
     return plain
 
 
-def _like(place: _Place, models: Sequence[Mapping[str, Any]], optimizers: Sequence[Sequence[Tensor]]) -> Tensor | None:
-    """Return the tensor whose sharding the tensor at ``place`` gets; None if its model or optimizer was not passed."""
+def _has_like(place: _Place) -> bool:
+    """Return whether `_like` knows the sharding of a tensor if its model or optimizer is passed."""
+    match place:
+        case ("models", int(), str()) | ("optimizers", int(), "state", "state", int(), *_):
+            return True
+    return False
+
+
+def _is_the_callers(place: _Place) -> bool:
+    return place[0] in ("position", "extra")
+
+
+def _like(
+    place: _Place, models: Sequence[Mapping[str, Any]], optimizers: Sequence[Sequence[Tensor]], tensor: Tensor
+) -> Tensor | None:
+    """Return the tensor whose sharding ``tensor`` at ``place`` gets; None if its model or optimizer was not passed."""
     match place:
         case ("models", int(index), str(name)) if index < len(models):
             value: Tensor = models[index][name]
             return value
         case ("optimizers", int(index), "state", "state", int(number), *_) if index < len(optimizers):
             return optimizers[index][number]
-    return None
+    return torch.empty_like(tensor, device="cpu") if _is_the_callers(place) else None
 
 
 def tensors_of(value: Any, place: _Place = ()) -> Iterator[tuple[_Place, Tensor]]:
@@ -276,6 +329,11 @@ def _items(value: Any) -> Iterable[tuple[Any, Any]]:
     if type(value) in (dict, OrderedDict):
         return list(value.items())
     return list(enumerate(value)) if type(value) in (list, tuple) else []
+
+
+def _text(place: _Place) -> str:
+    """Write a place as it is read in Python: extra['ema']['weight']."""
+    return str(place[0]) + "".join(f"[{key!r}]" for key in place[1:])
 
 
 def _key(place: _Place) -> str:

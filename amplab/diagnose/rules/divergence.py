@@ -20,6 +20,7 @@ from amplab.diagnose.remedies.api_styles import Api
 from amplab.diagnose.reruns import UpdateRate, losses_in_float32
 from amplab.diagnose.train_step.masters import model_parameters
 from amplab.display.numbers import count
+from amplab.optimizers.group_settings import learning_rate
 from amplab.trace.handed_step import HandedStep
 
 __all__ = ["diverging_in_float32"]
@@ -66,5 +67,5 @@ def _rates(model: nn.Module, optimizers: Sequence[Optimizer]) -> Iterator[tuple[
     for optimizer in optimizers:
         groups = [group for group in optimizer.param_groups for _ in group["params"]]
         for group, own in zip(groups, model_parameters(optimizer), strict=False):
-            if id(own) in names:
-                yield names[id(own)], UpdateRate(float(group["lr"]), "betas" in group)
+            if id(own) in names and (rate := learning_rate(group)) is not None:
+                yield names[id(own)], UpdateRate(rate, "betas" in group)

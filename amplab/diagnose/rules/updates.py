@@ -26,6 +26,7 @@ from amplab.diagnose.rules.gradients import shared_module
 from amplab.diagnose.train_step.lost_updates import LostUpdates
 from amplab.diagnose.train_step.rehearsal import Rehearsal
 from amplab.diagnose.train_step.weight_averages import LostAverage
+from amplab.optimizers.group_settings import learning_rate
 
 __all__ = [
     "averages_lost",
@@ -140,7 +141,7 @@ def updates_bound_to_be_lost(
         stuck = sum(0 if bound is None else _stuck(each, bound) for each, bound in bounds)
         if elements and stuck > MOST * elements:
             evidence: dict[str, Number] = {
-                "weights": elements, "unmoved": stuck, "learning_rate": float(low[0][0]["lr"])
+                "weights": elements, "unmoved": stuck, "learning_rate": learning_rate(low[0][0]) or 0.0
             }  # fmt: skip
             # In float16, Adam's own arithmetic may differ from the bound.
             certainty: Certainty = "possible" if "betas" in low[0][0] else "likely"
@@ -149,7 +150,9 @@ def updates_bound_to_be_lost(
 
 def _largest_update(group: dict[str, Any], weight: Tensor, gradient: float) -> float | None:
     """The largest change of an element in one step; None for an optimizer for which it is unknown."""
-    rate = float(group["lr"])
+    rate = learning_rate(group)
+    if rate is None:
+        return None
     decay = rate * float(group.get("weight_decay") or 0) * float(weight.detach().abs().max().item())
     if "betas" in group:
         return rate + decay

@@ -12,8 +12,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from interrupts import interrupted_everywhere
+from torch.utils import _config_module
 
 from amplab import amp
+from amplab.amp.run_state import file_format
 from amplab.amp.run_state.file_format import read_run_state, write_atomically
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -185,3 +188,26 @@ def test_a_file_whose_name_is_no_text_is_read_without_its_tensors_too(tmp_path):
     folder.mkdir()
     amp.save_run_state(folder / "run.pt", position=3)
     assert [read_run_state(folder / "run.pt", whole=whole)["position"] for whole in (True, False)] == [3, 3]
+
+
+@pytest.mark.skipif(not os.path.exists("/proc/self/fd"), reason="counts the descriptors of Linux")
+def test_an_interrupted_save_leaves_no_descriptor_open_and_the_option_of_torch_as_it_was(tmp_path):
+    """At every point of the functions that open the folder and set the option."""
+    option, points, at = torch.serialization.get_crc32_options(), set(), tmp_path / "run.pt"
+    where = {
+        "folders": (file_format.__file__, torch.serialization.__file__, _config_module.__file__),
+        "functions": ("_fsync_folder", "_checksums", "set_crc32_options", "__setattr__"),
+    }
+    torch.serialization.set_crc32_options(False)
+    try:
+        amp.save_run_state(at, position=1)
+        descriptors = len(os.listdir("/proc/self/fd"))
+        for interrupt in interrupted_everywhere(lambda: amp.save_run_state(at, position=1), **where):
+            assert not torch.serialization.get_crc32_options(), interrupt
+            assert len(os.listdir("/proc/self/fd")) == descriptors, interrupt
+            assert interrupt.escaped, interrupt
+            points.add(interrupt.where.rpartition(" ")[2])
+    finally:
+        torch.serialization.set_crc32_options(option)
+    assert {"_fsync_folder", "_checksums", "set_crc32_options", "ConfigModule.__setattr__"} <= points
+    assert [each.name for each in tmp_path.iterdir()] == ["run.pt"]

@@ -14,6 +14,8 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 
 from amplab import GradScaler, amp, autocast, optimizers
+from amplab.amp.run_state import sharded_folder
+from amplab.scalers import is_sharded
 
 SAVED_AT, ALL = 3, 6
 CASES = {
@@ -90,6 +92,7 @@ def saves_and_continues(rank, folder):
     (folder / "backup").mkdir(exist_ok=True)
     found["backup"] = the_backup_of_a_user(folder / "backup")
     found["link"] = through_a_link(folder / "linked")
+    found["averages"] = averages(rank, folder / "averages")
     found["kept"] = position_after_two_failed_renames(rank, folder)
     found["stopped"] = [after_an_error_of_one_rank(rank, folder, error) for error in (KeyboardInterrupt, OSError)]
     return found
@@ -140,6 +143,39 @@ def refused(folder):
         except (amp.RunStateError, OSError) as error:
             messages.append(f"{type(error).__name__}: {error}")
     return messages, equal(before, bits(model, optimizer, scaler)), (folder / "bad").exists()
+
+
+def averages(rank, folder):
+    """Save DTensors that belong to no model, on both ranks or one, and as earlier versions did; return what is read."""
+    model, _, _ = new_run("SGD")
+    average = {name: value.detach() * 0.5 for name, value in model.state_dict().items()}
+    plain = {name: value.full_tensor() if is_sharded(value) else value for name, value in average.items()}
+    folder.mkdir(exist_ok=True)
+    messages = []
+    for given in (
+        {"model": model, "extra": {"ema": average}},
+        {"model": model, "position": [3, average["0.weight"]]},
+        {"model": model, "extra": {"ema": average if rank else plain}},
+        {"extra": {"ema": average}},
+    ):
+        with pytest.raises(amp.RunStateError) as info:
+            amp.save_run_state(folder / "run", **given)
+        messages.append(str(info.value))
+    dist.barrier()
+    left = sorted(each.name for each in folder.iterdir())
+    with mock.patch.object(sharded_folder, "refuse_other_shards"):  # which earlier versions had not
+        extra = {"ema": average, "none": torch.empty(2, device="meta")}
+        amp.save_run_state(folder / "run", model=model, extra=extra)
+    return messages, left, *averages_read(folder / "run", model)
+
+
+def averages_read(path, model):
+    """Return whether the averages are whole and equal those saved, the device of a tensor without values, the notes."""
+    state = amp.load_run_state(path, model=model)
+    read = state.extra["ema"]
+    whole = {name: value.full_tensor() if is_sharded(value) else value for name, value in model.state_dict().items()}
+    same = all(type(value) is torch.Tensor and torch.equal(value, whole[name] * 0.5) for name, value in read.items())
+    return same and read.keys() == whole.keys(), state.extra["none"].device.type, state.notes
 
 
 DAMAGED = ("__0_0.distcp", "__1_0.distcp", ".metadata", "rank_1.pt")
@@ -307,6 +343,26 @@ def test_what_does_not_fit_is_refused_on_every_rank(saved):
         assert ("rank 1" in bad) == (rank == 0)
         assert unchanged
         assert not exists
+
+
+def test_a_tensor_whose_sharding_no_load_would_know_is_refused_on_every_rank_before_anything_is_written(saved):
+    for rank, each in enumerate(saved):
+        (extra, position, of_one, without_model), left, *_ = each["averages"]
+        assert left == []
+        assert extra.startswith("extra['ema']['0.weight'] is a DTensor: expected")
+        assert "model=[model, ema]" in extra
+        assert position.startswith("position[1] is a DTensor")
+        assert of_one.startswith("" if rank else "Another rank failed")
+        assert "extra['ema']['0.weight'] is a DTensor" in of_one
+        assert without_model == extra
+
+
+@pytest.mark.usefixtures("saved")
+def test_such_tensors_of_an_earlier_version_are_whole_and_a_note_says_so(saved, folder):
+    note = "extra['ema']['0.weight'] and 7 more of an earlier version: a DTensor when saved, a whole tensor now"
+    found = [each["averages"][2:] for each in saved]
+    model, _, _ = new_run("SGD")
+    assert [*found, averages_read(folder / "averages" / "run", model)] == [(True, "meta", (note,))] * 3
 
 
 def test_a_damaged_or_lost_file_is_refused_on_every_rank(saved):

@@ -3,6 +3,8 @@
 from dataclasses import replace
 
 import pytest
+from rateless_optimizers import RATELESS
+from torch import nn
 
 from amplab.diagnose.rules.ranks import RankEnd, optimizer_differs_by_rank, rank_lost, weights_differ_by_rank
 from amplab.parallel.rank_state import RankState
@@ -54,3 +56,13 @@ def test_what_need_not_be_equal_is_not_compared():
         assert not [*weights_differ_by_rank({0: states(1, 2) if "model" in changed else own, 1: theirs})]
     assert not [*optimizer_differs_by_rank({0: states(1, 2), 1: other})]
     assert not [*weights_differ_by_rank({0: states(1, 2)})]
+
+
+@pytest.mark.parametrize("kind", RATELESS)
+def test_ranks_whose_optimizer_has_no_learning_rate_are_compared(kind):
+    model = nn.Linear(2, 1)
+    state = RankState.of(1, model, [kind(model.parameters())])
+    assert RankState.from_dict(state.as_dict()) == replace(state, rates=(0.0,))
+    other = replace(state, total=state.total + 1.0, checksum=0)
+    assert [*weights_differ_by_rank({0: [state], 1: [other]})]
+    assert not [*optimizer_differs_by_rank({0: [state], 1: [other]})]

@@ -1,7 +1,10 @@
 """Steps that 16-bit weights round away are counted against the same step in float32; ordinary rounding is let be."""
 
+import math
+
 import pytest
 import torch
+from rateless_optimizers import RATELESS
 from torch import nn
 from torch.nn import functional as F
 
@@ -73,6 +76,18 @@ def test_updates_that_weights_hold(kind, dtype, size, seed):
     for _ in range(3):
         assert not doctor(model, step=loss_fn, train_step=step, optimizer=optimizer).named("updates-rounded-away")
         step()
+
+
+@pytest.mark.parametrize("kind", RATELESS)
+@pytest.mark.parametrize("factor", [1.0, math.inf])
+def test_an_optimizer_without_a_learning_rate_is_examined(kind, factor):
+    """No bound is known of its updates; an inf for which other learning rates are tried in float32 is found."""
+    model, _, loss_fn, _ = loop(16, 0, torch.float16, "sgd", 1e-5)
+    optimizer = kind(model.parameters())
+    found = doctor(model, step=lambda: loss_fn() * factor, optimizer=optimizer)
+    assert not found.named("updates-rounded-away")
+    assert any(each.severity == "error" for each in found) == math.isinf(factor)
+    assert not [*updates_bound_to_be_lost(model, [optimizer], observe_step(model, loss_fn))]
 
 
 @pytest.mark.parametrize("rate", [1e-5, 0.1])
