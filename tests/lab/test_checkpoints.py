@@ -126,6 +126,48 @@ def test_a_killed_run_continues_as_if_not_interrupted(config: str, tmp_path: Pat
     assert read.history.skip_count == whole.history.skip_count > 0
 
 
+CHANGED = """
+import os, sys
+from amplab.lab import ExperimentConfig, Trainer
+
+trainer = Trainer(ExperimentConfig(hidden=16), log=sys.argv[1])
+trainer.run(30)
+trainer.inject("underflow", on=True)
+trainer.change(lr=0.05)
+trainer.wait()
+trainer.undo()
+trainer.change(opt_level="O2", lr=0.02)
+trainer.wait()
+if sys.argv[2] == "stopped":
+    trainer.stop()
+    trainer.wait()
+os._exit(0)  # nothing runs at the exit, as after SIGKILL
+"""
+
+
+@pytest.mark.parametrize("end", ["killed", "stopped"])
+def test_a_run_that_was_changed_while_it_was_paused_continues_with_the_changes(end: str, tmp_path: Path) -> None:
+    subprocess.run([sys.executable, "-c", CHANGED, str(tmp_path / "runs"), end], check=True, timeout=120)
+    saved = last_checkpoint(tmp_path / "runs")
+    continued = Trainer(log=tmp_path / "runs")
+    continued.continue_saved(saved)
+    assert continued.wait(60)
+    assert (continued.config, continued.armed) == (SMALL.changed(opt_level="O2", lr=0.02), {"underflow"})
+    continued.run(5)
+    whole = Trainer(SMALL)
+    whole.run(30)
+    whole.inject("underflow", on=True)
+    whole.change(opt_level="O2", lr=0.02)
+    whole.run(5)
+    assert repr(without_clock(continued)) == repr(without_clock(whole))
+    continued.stop()
+    assert continued.wait(10)
+    old, new = load_run(saved.log), load_run(continued.log_path)
+    changes = [event for event in old.events if event["event"] in ("config", "inject")]
+    assert [event["event"] for event in changes] == ["inject", "config", "config", "config"]
+    assert [event for event in new.events if event["event"] in ("config", "inject")] == changes
+
+
 @pytest.mark.filterwarnings("ignore:Adam on half parameters")
 @pytest.mark.parametrize("level", LEVELS)
 @pytest.mark.parametrize("task", TASKS)
