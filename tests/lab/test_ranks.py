@@ -17,7 +17,7 @@ from torch import nn
 from torch.distributed import distributed_c10d
 
 from amplab import GradScaler, amp, autocast, first_nonfinite, gradient_range, watch, xray
-from amplab.lab import ExperimentConfig, Run, RunLog, Trainer, load_run, run_store
+from amplab.lab import ExperimentConfig, Run, RunLog, Trainer, WatchCallback, load_run, run_store, watch_callback
 from amplab.lab.rank_exchange import RankExchange
 from amplab.lab.run_log import FLUSH_SECONDS
 from amplab.lab.run_store import RunStore
@@ -364,3 +364,23 @@ def agree(rank: int, folder: Path) -> str:
 
 def test_ranks_wait_for_the_choice_of_the_first_one_only_so_long(tmp_path):
     assert run_ranks(agree, tmp_path) == ["of rank 1", "of rank 1"]
+
+
+def trained_by_a_callback(rank: int, folder: Path) -> list[str]:
+    callback, model = WatchCallback(log=folder), net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    callback.on_train_begin(None, None, None, model=model, optimizer=optimizer)
+    for batch in batches(rank)[:2]:
+        callback.watch.loss(model(batch).square().mean()).backward()
+        optimizer.step()
+    callback.on_train_end()
+    torch.distributed.destroy_process_group()
+    first = callback.watch
+    watch_callback._end_all()  # as when the program ends
+    callback.on_train_begin(None, None, None, model=model, optimizer=optimizer)
+    callback.on_train_end()
+    return [*first.failures, *callback.watch.failures]
+
+
+def test_a_watch_of_a_callback_that_ended_in_order_is_not_ended_again_without_its_group(tmp_path: Path):
+    assert run_ranks(trained_by_a_callback, tmp_path) == [[], []]
