@@ -103,13 +103,20 @@ class Checkpoint:
         Raises:
             OSError: A file cannot be read or written.
             RunStateError: The checkpoint is damaged.
-            ValueError: It belongs to another version of the config.
+            ValueError: It belongs to another version of the config, or its log is shorter than it says.
         """
         experiment, extra = Experiment.load(self.path, exchange=exchange)
         if exchange is not None:
             return experiment, begin_again(rank_log(self.path.parent, exchange.place.rank), self.step)
+        wanted = extra.get("log_bytes", 0)
         with self.log.open("rb") as old:
-            kept = old.read(extra["log_bytes"])
+            found = os.fstat(old.fileno()).st_size
+            if found < wanted:  # `read` would allocate what an altered checkpoint says
+                raise ValueError(
+                    f"{self.log}: {found:,} bytes; expected the log of the checkpoint, with {wanted:,} bytes. One of "
+                    "them was altered, or lost its end: start a new run, or use intact copies of both."
+                )
+            kept = old.read(wanted)
         log = create_free(self.log, lambda free: free.open("xb"))
         try:
             with log:
@@ -202,7 +209,17 @@ def begin_again(log: Path, step: int) -> Path:
     """Keep the log of a rank in a folder attempt-N, and cut it to what was before a step.
 
     A process that is killed meanwhile leaves a log that can be cut again.
+
+    Raises:
+        OSError: A file cannot be read or written.
+        ValueError: The log has lost its first line.
     """
+    with log.open("rb") as old:
+        if not old.readline().endswith(b"\n"):
+            raise ValueError(
+                f"{log}: no first line; expected the log of the checkpoint beside it. It was altered, or lost its end: "
+                "use an intact copy of the log, or remove the checkpoint and train from the start."
+            )
     aside = next(each for number in count() if not (each := log.parent / f"attempt-{number}" / log.name).exists())
     aside.parent.mkdir(exist_ok=True)
     try:
@@ -212,7 +229,7 @@ def begin_again(log: Path, step: int) -> Path:
 
     def write(file: BinaryIO) -> None:
         with aside.open("rb") as old:
-            file.write(next(old))
+            file.write(old.readline())
             for line in old:
                 entry = json.loads(line) if line.endswith(b"\n") else None
                 if entry is not None and (entry["step"] if isinstance(entry, dict) else entry[0]) < step:

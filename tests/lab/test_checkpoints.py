@@ -2,6 +2,7 @@
 
 import fcntl
 import os
+import re
 import resource
 import shutil
 import signal
@@ -18,7 +19,7 @@ import pytest
 import torch
 
 from amplab.lab import TASKS, Experiment, ExperimentConfig, Failed, Trainer, checkpoints, load_run
-from amplab.lab.checkpoints import KEPT, Checkpoint, checkpoint_of_launch, last_checkpoint
+from amplab.lab.checkpoints import KEPT, Checkpoint, begin_again, checkpoint_of_launch, last_checkpoint
 from amplab.lab.levels import LEVELS
 from amplab.lab.run_log.writer import RunLog
 from amplab.parallel.ranks import Rank
@@ -400,6 +401,37 @@ def test_a_damaged_checkpoint_is_a_sentence_and_the_run_goes_on(tmp_path: Path, 
     assert "cannot continue" in told.text
     assert str(saved.path) in told.text
     assert len(other.history) == 3
+
+
+@pytest.mark.parametrize("log_bytes", [10**13, None], ids=["of more than the memory", "missing"])
+def test_a_checkpoint_that_does_not_fit_its_log_is_a_sentence_and_the_run_goes_on(tmp_path: Path, log_bytes) -> None:
+    trainer = Trainer(SMALL, log=tmp_path)
+    trainer.run(2)
+    trainer.stop()
+    assert trainer.wait(10)
+    path = next(tmp_path.glob("*.checkpoint"))
+    state = torch.load(path)
+    del state["extra"]["log_bytes"]
+    torch.save({**state, "extra": state["extra"] | ({"log_bytes": log_bytes} if log_bytes else {})}, path)
+    other = Trainer(SMALL, log=tmp_path / "other")
+    other.run(3)
+    other.continue_saved(Checkpoint(path, SMALL, 2, saved=datetime.now()))
+    assert other.wait(10)
+    assert (other.state, len(other.history)) == ("paused", 3)
+    (told,) = other.failures
+    assert re.search(r"cannot continue: .*\.jsonl: .*expected", told.text)
+    assert len(list(tmp_path.glob("*.jsonl"))) == 1
+
+
+@pytest.mark.parametrize("left", ["", '{"amplab_run": 4'])
+def test_ranks_that_start_again_refuse_a_log_without_its_first_line(tmp_path: Path, left: str) -> None:
+    log = tmp_path / "rank-1.jsonl"
+    log.write_text(left)
+    for _ in range(2):
+        with pytest.raises(ValueError, match=r"rank-1\.jsonl: no first line; expected the log of the checkpoint"):
+            begin_again(log, 5)
+    assert [*tmp_path.iterdir()] == [log]
+    assert log.read_text() == left
 
 
 def test_a_stop_right_after_a_saved_run_is_continued_ends_that_run(tmp_path: Path) -> None:
