@@ -3,10 +3,11 @@
     20261122-140512-digits-mlp-O1.jsonl         the run log
     20261122-140512-digits-mlp-O1.checkpoint    weights, optimizer state, loss scale, position; replaced each time
 
-A checkpoint is written every few seconds and when the run pauses, and takes at most a hundredth of the time. It says
-how long the log was then: a continued run has a new log, which begins with that part of the old one. A folder keeps the
-checkpoints of the last `KEPT` runs, and those of runs that a process has not left. No run is offered while its process
-lives, even after a reset: a process locks the log of each of its runs that has a checkpoint until it ends.
+A checkpoint is written every few seconds, at most a hundredth of the time, when the run pauses, and after each change
+of a paused run. It says how long the log was then: a continued run has a new log, which begins with that part of the
+old one. A folder keeps the checkpoints of the last `KEPT` runs, and those of runs that a process has not left. No run
+is offered while its process lives, even after a reset: a process locks the log of each of its runs that has a
+checkpoint until it ends.
 
 Several ranks have one checkpoint, that of rank 0 (see `run_log.ranks`). When torchrun has started them again, each
 continues its own log from there; the logs as they were are in the folder attempt-0, attempt-1, …
@@ -102,13 +103,20 @@ class Checkpoint:
         Raises:
             OSError: A file cannot be read or written.
             RunStateError: The checkpoint is damaged.
-            ValueError: It belongs to another version of the config.
+            ValueError: It belongs to another version of the config, or its log is shorter than it says.
         """
         experiment, extra = Experiment.load(self.path, exchange=exchange)
         if exchange is not None:
             return experiment, begin_again(rank_log(self.path.parent, exchange.place.rank), self.step)
+        wanted = extra.get("log_bytes", 0)
         with self.log.open("rb") as old:
-            kept = old.read(extra["log_bytes"])
+            found = os.fstat(old.fileno()).st_size
+            if found < wanted:  # `read` would allocate what an altered checkpoint says
+                raise ValueError(
+                    f"{self.log}: {found:,} bytes; expected the log of the checkpoint, with {wanted:,} bytes. One of "
+                    "them was altered, or lost its end: start a new run, or use intact copies of both."
+                )
+            kept = old.read(wanted)
         log = create_free(self.log, lambda free: free.open("xb"))
         try:
             with log:
@@ -134,7 +142,7 @@ class Checkpoints:
         self.log = log
         self.path = log.with_suffix(SUFFIX)
         self._due = time.monotonic() + EVERY_SECONDS
-        self._step = -1  # of the last checkpoint
+        self._size = -1  # of the log, at the last checkpoint
         with _guard:
             _at_work.add(self)
 
@@ -144,30 +152,31 @@ class Checkpoints:
         return time.monotonic() >= self._due
 
     def write(self, experiment: Experiment) -> None:
-        """Replace the checkpoint; the log must have been flushed. No effect if no step was made since the last one.
+        """Replace the checkpoint; the log must have been flushed. No effect if it has not grown since the last one.
 
         Raises:
             OSError: It cannot be written; the last one is unchanged, and the next one is due as after a success.
             RunStateError: The experiment holds a value that cannot be saved.
         """
-        if experiment.steps_done == self._step:
+        size = self.log.stat().st_size  # grows with each step, and with each change of the config or a fault
+        if size == self._size:
             return
         began = time.monotonic()
         try:
-            self._replace(experiment)
+            self._replace(experiment, size)
         finally:
             ended = time.monotonic()
             self._due = ended + max(EVERY_SECONDS, (ended - began) / _SHARE)
 
-    def _replace(self, experiment: Experiment) -> None:
+    def _replace(self, experiment: Experiment, size: int) -> None:
         with _guard:
-            if self._step < 0 and self.path.exists() and not _is_checkpoint(self.path):
+            if self._size < 0 and self.path.exists() and not _is_checkpoint(self.path):
                 raise FileExistsError("the lab did not write the file there and does not replace it; move it elsewhere")
             _hold(self.log)
-            experiment.save(self.path, {"log_bytes": self.log.stat().st_size, "saved": datetime.now().isoformat()})
-            if self._step < 0:
+            experiment.save(self.path, {"log_bytes": size, "saved": datetime.now().isoformat()})
+            if self._size < 0:
                 _prune(self.log.parent)
-        self._step = experiment.steps_done
+        self._size = size
 
 
 def checkpoint_of_launch(folder: Path, place: Rank) -> Checkpoint | None:
@@ -200,7 +209,17 @@ def begin_again(log: Path, step: int) -> Path:
     """Keep the log of a rank in a folder attempt-N, and cut it to what was before a step.
 
     A process that is killed meanwhile leaves a log that can be cut again.
+
+    Raises:
+        OSError: A file cannot be read or written.
+        ValueError: The log has lost its first line.
     """
+    with log.open("rb") as old:
+        if not old.readline().endswith(b"\n"):
+            raise ValueError(
+                f"{log}: no first line; expected the log of the checkpoint beside it. It was altered, or lost its end: "
+                "use an intact copy of the log, or remove the checkpoint and train from the start."
+            )
     aside = next(each for number in count() if not (each := log.parent / f"attempt-{number}" / log.name).exists())
     aside.parent.mkdir(exist_ok=True)
     try:
@@ -210,7 +229,7 @@ def begin_again(log: Path, step: int) -> Path:
 
     def write(file: BinaryIO) -> None:
         with aside.open("rb") as old:
-            file.write(next(old))
+            file.write(old.readline())
             for line in old:
                 entry = json.loads(line) if line.endswith(b"\n") else None
                 if entry is not None and (entry["step"] if isinstance(entry, dict) else entry[0]) < step:

@@ -154,6 +154,8 @@ class RankWatch:
             if not raised and steps and (not self._states or self._states[-1].step < steps - 1):
                 self._note_state(steps - 1)
             self._post()
+            if self._texts is not None:
+                self._texts.end()
         except Exception as error:
             if is_interrupt(error):
                 raise

@@ -1,4 +1,4 @@
-"""When the checkpoint of the present run is written: every few seconds, and when the run comes to rest.
+"""When the checkpoint of the present run is written: every few seconds, at rest, and after a change of a paused run.
 
 A checkpoint belongs to a log that holds every step up to it; without such a log none is written. One that cannot be
 written, as on a full disk, is reported once; the next one is due as always, and reported if it is written.

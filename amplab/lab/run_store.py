@@ -29,7 +29,7 @@ from amplab.lab.run_log.writer import ClosedLog, DiskFull
 from amplab.lab.skip_explanation import ExplanationBudget, SkipExplanation
 from amplab.lab.watched_run import WatchedRun
 from amplab.parallel.rank_state import RankState
-from amplab.parallel.ranks import agreed_text, this_rank
+from amplab.parallel.ranks import AgreedText, this_rank
 from amplab.policies.signals import DeferredSignals, deferring_signals, is_interrupt
 
 __all__ = ["RetiredLogs", "RunStore"]
@@ -79,6 +79,7 @@ class RunStore:
         self._appending: tuple[StepRow, int] | None = None  # with its row in the history
         self._path: Path | None = None
         self._closed: ClosedLog | None = None
+        self._folder: AgreedText | None = None  # of the logs of all ranks
         self._late: list[Callable[[RunLog], object]] = []  # what was noted after `close`
 
     @classmethod
@@ -230,6 +231,8 @@ class RunStore:
             log = self._log
             self._write(self._wanted, partial(RunLog.close, steps=len(self.history), raised=raised))
             self._closed = log.closed
+        if self._folder is not None:
+            self._folder.end()
         self._wanted = self._log = None
 
     def retire(self) -> bool:
@@ -272,8 +275,9 @@ class RunStore:
         path = target if is_log_file(target) else new_path(target, self._config)
         place = this_rank()
         if place is not None:
-            folder = agreed_text("run log", lambda: _reserved(path.with_suffix("")))  # the clocks of ranks may differ
-            path = rank_log(Path(folder), place.rank)
+            # The clocks of ranks may differ.
+            self._folder = AgreedText("run log", lambda: _reserved(path.with_suffix("")))
+            path = rank_log(Path(self._folder.text), place.rank)
         create = partial(RunLog, config=self._config, rank=place)
         with DeferredSignals():  # the next step would begin another file
             self._log = log = create(path) if place is not None else create_free(path, create)

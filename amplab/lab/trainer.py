@@ -722,6 +722,7 @@ class Trainer:
         self._explainer.examine_next()
         self._store.change(config, previous, step=step)
         self._publisher.publish(ConfigChanged(config, previous, step))
+        self._save_change()
 
     def _rebuild(self, config: ExperimentConfig, name: str | None = None, *, is_undo: bool = False) -> None:
         previous, steps = self.config, len(self.history)
@@ -827,6 +828,11 @@ class Trainer:
     def _save(self, *, at_rest: bool = False) -> None:
         self._saver.save(self._experiment, self._store, is_running=self._state == "running", at_rest=at_rest)
 
+    def _save_change(self) -> None:
+        """Save what was changed while the run is paused: its process may end before the next step."""
+        if self._state == "paused" and self._exchange is None:  # of several ranks another one may not be paused yet
+            self._save(at_rest=True)
+
     def _take_back(self) -> None:
         text = self._changes.take_back()
         if text is not None:
@@ -891,6 +897,7 @@ class Trainer:
             self._explainer.examine_next()
         armed = self._experiment.shrinking if fault == "underflow" else on is not False
         self._store.inject(fault, step=len(self.history), on=armed)
+        self._save_change()
 
     def _report_kernels(self) -> None:
         """Report once that a build of the kernels has failed."""

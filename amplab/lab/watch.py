@@ -177,7 +177,7 @@ class Watch:
         self._taken: ScaledStep | ScaleRecord | None = None  # the last outcome that was added to them
         self._skips_in_a_row = self._bad_in_a_row = 0
         self._began = 0  # ns
-        self._is_open = False
+        self._is_open = self._has_ended = False
         self._handled: BaseException | None = None
 
     # -- in the loop -------------------------------------------------------------------------------
@@ -196,6 +196,7 @@ class Watch:
             raise RuntimeError("this watch is in use: expected a new amplab.watch(...) for each `with` block.")
         THREAD.own.drop_ended()  # what another thread has ended
         self._began, self._is_open, self._handled = time.perf_counter_ns(), True, sys.exception()
+        self._has_ended = False
         self.thread = get_ident()
         try:
             with DeferredSignals():  # what is registered must be known to `_stop_following`
@@ -237,6 +238,8 @@ class Watch:
         """End all, while signals wait, unless it waits for other ranks; a second call ends what the first has left."""
         signals = DeferredSignals()
         try:
+            if self._has_ended:  # of a trainer whose process group may be gone
+                return
             self._is_open = False
             raised = "" if error is None else shorten(f"{type(error).__name__}: {error}", 120, placeholder="…")
             self._look.batch_ends()
@@ -258,6 +261,7 @@ class Watch:
                 self._check.end()
             if self._scalars is not None:
                 self._try_scalars(self._scalars.close)
+            self._has_ended = True
         finally:
             signals.end()
 

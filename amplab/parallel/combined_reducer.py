@@ -34,7 +34,7 @@ from amplab.parallel.agreement import explained_absence, first_rank, refuse_disa
 from amplab.parallel.buckets import Bucket, bucket_ends
 from amplab.parallel.rank_notes import Notes
 from amplab.parallel.ranks import is_alone
-from amplab.policies.signals import is_interrupt
+from amplab.policies.signals import DeferredSignals, is_interrupt
 from amplab.scalers import FlatGradients, to_device
 from amplab.scalers.flat_buffer import FlatBuffer
 
@@ -290,7 +290,8 @@ class CombinedReducer:
                 self._factor[device] = torch.full((1,), share, dtype=torch.float32, device=device)
             bucket.fill(self._factor[device])
         bucket.notes.copy_(to_device(torch.tensor(self._told()), bucket.notes.device))
-        with explained_absence("average gradients"):
+        # A bucket that has left and is not listed would be sent twice, and the other ranks would take it for the next.
+        with DeferredSignals(), explained_absence("average gradients"):
             self._works.append(dist.all_reduce(bucket.tensor, group=self._group, async_op=True))
 
     def _device(self) -> torch.device | None:

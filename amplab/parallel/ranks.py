@@ -1,7 +1,7 @@
 """Which of the processes that train together this one is, and how a tool runs on one of them without the others.
 
 A collective waits for every rank, so a tool that runs on one rank only, such as a watch on rank 0, must not call one.
-`agreed_text`, `texts_of_ranks` and `PostedTexts` use the key-value store of the process group instead;
+`AgreedText`, `texts_of_ranks` and `PostedTexts` use the key-value store of the process group instead;
 `on_this_rank_alone` runs a step without the exchange of gradients, buffers and statistics.
 """
 
@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import platform
 import threading
+import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -25,9 +26,9 @@ from torch.utils.hooks import RemovableHandle
 from amplab.policies.signals import DeferredSignals, is_interrupt
 
 __all__ = [
+    "AgreedText",
     "PostedTexts",
     "Rank",
-    "agreed_text",
     "averages_gradients",
     "data_parallel",
     "exchanges_in_forward",
@@ -66,33 +67,42 @@ def this_rank() -> Rank | None:
     return Rank(dist.get_rank(), dist.get_world_size(), _launch())
 
 
-def agreed_text(name: str, choose: Callable[[], str], *, timeout: float = 10.0) -> str:
-    """Return the same text on every rank: what the first one to call this chooses.
+class AgreedText:
+    """The same text on every rank: what the first one to make this object chooses.
 
-    Each call of a rank under one name has a number: its n-th call agrees with the n-th call of the others. A rank waits
-    for no call of the others, only for the choice of the first one, and chooses itself if that one has ended.
+    A rank waits for no call of the others, only for the choice of the first one, and chooses itself if that one has
+    ended. Which calls belong together: see `_next_call`.
 
     Args:
         name: what the ranks agree on.
         choose: returns the text. It is called on the first rank, and on those that have waited in vain.
         timeout: seconds to wait for the choice.
 
+    Attributes:
+        text: what they agree on.
+
     Raises:
         RuntimeError: there is no process group.
 
     Reference: ``torch.distributed.Store.compare_set``.
     """
-    store = _store()
-    number = store.add(f"amplab/{name}/calls of rank {dist.get_rank()}", 1)
-    key = f"amplab/{name}/{number}"
-    if store.add(f"{key}/callers", 1) > 1:
-        _wait(store, [key], timeout)
-    own = "" if store.check([key]) else choose()
-    return str(store.compare_set(key, "", own).decode())
+
+    def __init__(self, name: str, choose: Callable[[], str], *, timeout: float = 10.0) -> None:
+        store, self._key = _store(), _next_call(name)
+        if store.add(f"{self._key}/callers", 1) > 1:
+            _wait(store, [self._key], timeout)
+        own = "" if store.check([self._key]) else choose()
+        self.text = str(store.compare_set(self._key, "", own).decode())
+
+    def end(self) -> None:
+        """What was agreed on is over on this rank."""
+        _end_call(self._key)
 
 
 def texts_of_ranks(name: str, own: str, *, timeout: float) -> Sequence[str | None]:
-    """Return what every rank gave in its n-th call under one name, by rank; None of a rank that did not call in time.
+    """Return what every rank gave in one call under one name, by rank; None of a rank that did not call in time.
+
+    Which calls belong together: see `_next_call`; a call is over on all ranks when one rank has waited in vain.
 
     Args:
         name: what is exchanged.
@@ -102,18 +112,20 @@ def texts_of_ranks(name: str, own: str, *, timeout: float) -> Sequence[str | Non
     Raises:
         RuntimeError: there is no process group.
     """
-    store, rank = _store(), dist.get_rank()
-    number = store.add(f"amplab/{name}/calls of rank {rank}", 1)
-    keys = [f"amplab/{name}/{number}/rank {each}" for each in range(dist.get_world_size())]
-    store.set(keys[rank], own)
-    _wait(store, keys, timeout)
+    store, call = _store(), _next_call(name)
+    keys = [f"{call}/rank {each}" for each in range(dist.get_world_size())]
+    store.set(keys[dist.get_rank()], own)
+    try:
+        _wait(store, keys, timeout)
+    finally:
+        _end_call(call)
     return [store.get(key).decode() if store.check([key]) else None for key in keys]
 
 
 class PostedTexts:
     """A text of each rank that the others can read at any time, in the store of the process group. Nothing waits.
 
-    The n-th object of each rank under one name belongs together.
+    Which objects belong together: see `_next_call`.
 
     Args:
         name: what is posted.
@@ -123,8 +135,7 @@ class PostedTexts:
     """
 
     def __init__(self, name: str) -> None:
-        number = _store().add(f"amplab/{name}/objects of rank {dist.get_rank()}", 1)
-        self._key = f"amplab/{name}/{number}"
+        self._key = _next_call(name)
 
     def post(self, text: str) -> None:
         """Replace the text of this rank. Raises RuntimeError: there is no process group, or its store has ended."""
@@ -135,6 +146,35 @@ class PostedTexts:
         store, own = _store(), dist.get_rank()
         keys = {rank: f"{self._key}/rank {rank}" for rank in range(dist.get_world_size()) if rank != own}
         return {rank: store.get(key).decode() for rank, key in keys.items() if store.check([key])}
+
+    def end(self) -> None:
+        """What the texts are about is over on this rank."""
+        _end_call(self._key)
+
+
+def _next_call(name: str) -> str:
+    """Return the key of the call that begins now, which belongs together with those of the other ranks under this key.
+
+    The calls of a rank under one name are numbered, and those of one number belong together. A rank leaves out a number
+    that another line of the program has begun and that is over, as of a tool that one rank alone has used: the next
+    calls of all ranks then have one number again. What the same line has begun may be over because a rank is late.
+    """
+    store, rank = _store(), dist.get_rank()
+    lines = " ".join(f"{frame.f_code.co_name}:{line}" for frame, line in traceback.walk_stack(None))
+    while True:
+        key = f"amplab/{name}/{store.add(f'amplab/{name}/calls of rank {rank}', 1)}"
+        begun_by = store.compare_set(f"{key}/lines", "", lines).decode()
+        if begun_by == lines or not store.check([f"{key}/over"]):
+            return key
+
+
+def _end_call(key: str) -> None:
+    """Let no call of another line take part in this one from now on; in vain without a process group."""
+    try:
+        _store().set(f"{key}/over", "yes")
+    except RuntimeError as error:
+        if is_interrupt(error):
+            raise
 
 
 def data_parallel(model: nn.Module) -> list[DistributedDataParallel]:

@@ -2,6 +2,7 @@
 
 import fcntl
 import os
+import re
 import resource
 import shutil
 import signal
@@ -18,7 +19,7 @@ import pytest
 import torch
 
 from amplab.lab import TASKS, Experiment, ExperimentConfig, Failed, Trainer, checkpoints, load_run
-from amplab.lab.checkpoints import KEPT, Checkpoint, checkpoint_of_launch, last_checkpoint
+from amplab.lab.checkpoints import KEPT, Checkpoint, begin_again, checkpoint_of_launch, last_checkpoint
 from amplab.lab.levels import LEVELS
 from amplab.lab.run_log.writer import RunLog
 from amplab.parallel.ranks import Rank
@@ -124,6 +125,48 @@ def test_a_killed_run_continues_as_if_not_interrupted(config: str, tmp_path: Pat
         "inject",
     ]
     assert read.history.skip_count == whole.history.skip_count > 0
+
+
+CHANGED = """
+import os, sys
+from amplab.lab import ExperimentConfig, Trainer
+
+trainer = Trainer(ExperimentConfig(hidden=16), log=sys.argv[1])
+trainer.run(30)
+trainer.inject("underflow", on=True)
+trainer.change(lr=0.05)
+trainer.wait()
+trainer.undo()
+trainer.change(opt_level="O2", lr=0.02)
+trainer.wait()
+if sys.argv[2] == "stopped":
+    trainer.stop()
+    trainer.wait()
+os._exit(0)  # nothing runs at the exit, as after SIGKILL
+"""
+
+
+@pytest.mark.parametrize("end", ["killed", "stopped"])
+def test_a_run_that_was_changed_while_it_was_paused_continues_with_the_changes(end: str, tmp_path: Path) -> None:
+    subprocess.run([sys.executable, "-c", CHANGED, str(tmp_path / "runs"), end], check=True, timeout=120)
+    saved = last_checkpoint(tmp_path / "runs")
+    continued = Trainer(log=tmp_path / "runs")
+    continued.continue_saved(saved)
+    assert continued.wait(60)
+    assert (continued.config, continued.armed) == (SMALL.changed(opt_level="O2", lr=0.02), {"underflow"})
+    continued.run(5)
+    whole = Trainer(SMALL)
+    whole.run(30)
+    whole.inject("underflow", on=True)
+    whole.change(opt_level="O2", lr=0.02)
+    whole.run(5)
+    assert repr(without_clock(continued)) == repr(without_clock(whole))
+    continued.stop()
+    assert continued.wait(10)
+    old, new = load_run(saved.log), load_run(continued.log_path)
+    changes = [event for event in old.events if event["event"] in ("config", "inject")]
+    assert [event["event"] for event in changes] == ["inject", "config", "config", "config"]
+    assert [event for event in new.events if event["event"] in ("config", "inject")] == changes
 
 
 @pytest.mark.filterwarnings("ignore:Adam on half parameters")
@@ -358,6 +401,37 @@ def test_a_damaged_checkpoint_is_a_sentence_and_the_run_goes_on(tmp_path: Path, 
     assert "cannot continue" in told.text
     assert str(saved.path) in told.text
     assert len(other.history) == 3
+
+
+@pytest.mark.parametrize("log_bytes", [10**13, None], ids=["of more than the memory", "missing"])
+def test_a_checkpoint_that_does_not_fit_its_log_is_a_sentence_and_the_run_goes_on(tmp_path: Path, log_bytes) -> None:
+    trainer = Trainer(SMALL, log=tmp_path)
+    trainer.run(2)
+    trainer.stop()
+    assert trainer.wait(10)
+    path = next(tmp_path.glob("*.checkpoint"))
+    state = torch.load(path)
+    del state["extra"]["log_bytes"]
+    torch.save({**state, "extra": state["extra"] | ({"log_bytes": log_bytes} if log_bytes else {})}, path)
+    other = Trainer(SMALL, log=tmp_path / "other")
+    other.run(3)
+    other.continue_saved(Checkpoint(path, SMALL, 2, saved=datetime.now()))
+    assert other.wait(10)
+    assert (other.state, len(other.history)) == ("paused", 3)
+    (told,) = other.failures
+    assert re.search(r"cannot continue: .*\.jsonl: .*expected", told.text)
+    assert len(list(tmp_path.glob("*.jsonl"))) == 1
+
+
+@pytest.mark.parametrize("left", ["", '{"amplab_run": 4'])
+def test_ranks_that_start_again_refuse_a_log_without_its_first_line(tmp_path: Path, left: str) -> None:
+    log = tmp_path / "rank-1.jsonl"
+    log.write_text(left)
+    for _ in range(2):
+        with pytest.raises(ValueError, match=r"rank-1\.jsonl: no first line; expected the log of the checkpoint"):
+            begin_again(log, 5)
+    assert [*tmp_path.iterdir()] == [log]
+    assert log.read_text() == left
 
 
 def test_a_stop_right_after_a_saved_run_is_continued_ends_that_run(tmp_path: Path) -> None:

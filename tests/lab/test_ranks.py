@@ -16,13 +16,25 @@ import torch
 from torch import nn
 from torch.distributed import distributed_c10d
 
-from amplab import GradScaler, amp, autocast, first_nonfinite, gradient_range, watch, xray
-from amplab.lab import ExperimentConfig, Run, RunLog, Trainer, load_run, run_store
+from amplab import GradScaler, amp, autocast, doctor, first_nonfinite, gradient_range, watch, xray
+from amplab.diagnose import Findings, examination
+from amplab.lab import (
+    ExperimentConfig,
+    Run,
+    RunLog,
+    Trainer,
+    Watch,
+    WatchCallback,
+    load_run,
+    rank_watch,
+    run_store,
+    watch_callback,
+)
 from amplab.lab.rank_exchange import RankExchange
 from amplab.lab.run_log import FLUSH_SECONDS
 from amplab.lab.run_store import RunStore
 from amplab.parallel import DistributedDataParallel, convert_syncbn_model
-from amplab.parallel.ranks import agreed_text, this_rank
+from amplab.parallel.ranks import AgreedText, this_rank
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "parallel"))
 from ranks import rank_outcomes, run_ranks
@@ -357,10 +369,101 @@ def agree(rank: int, folder: Path) -> str:
 
     if rank == 1:
         await_file(folder / "asked")
-    agreed = agreed_text("place", choose, timeout=0.1)
+    agreed = AgreedText("place", choose, timeout=0.1).text
     (folder / "waited in vain").touch()
     return agreed
 
 
 def test_ranks_wait_for_the_choice_of_the_first_one_only_so_long(tmp_path):
     assert run_ranks(agree, tmp_path) == ["of rank 1", "of rank 1"]
+
+
+def trained_by_a_callback(rank: int, folder: Path) -> list[str]:
+    callback, model = WatchCallback(log=folder), net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    callback.on_train_begin(None, None, None, model=model, optimizer=optimizer)
+    for batch in batches(rank)[:2]:
+        callback.watch.loss(model(batch).square().mean()).backward()
+        optimizer.step()
+    callback.on_train_end()
+    torch.distributed.destroy_process_group()
+    first = callback.watch
+    watch_callback._end_all()  # as when the program ends
+    callback.on_train_begin(None, None, None, model=model, optimizer=optimizer)
+    callback.on_train_end()
+    return [*first.failures, *callback.watch.failures]
+
+
+def test_a_watch_of_a_callback_that_ended_in_order_is_not_ended_again_without_its_group(tmp_path: Path):
+    assert run_ranks(trained_by_a_callback, tmp_path) == [[], []]
+
+
+def used_on_rank_0_alone_before(rank: int, folder: Path, first: int) -> list[list[str]]:
+    """Return what the tools say about ranks, and the folder of the log, when both ranks use them; one calls first."""
+    rank_watch._WAIT = 300.0  # for the other rank, on a machine however busy
+    model = net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+
+    def examine(patience: float) -> Findings:
+        examination._RANKS_WAIT = patience
+        return doctor(model, torch.ones(4, 8), step=lambda x: model(x).square().mean(), optimizer=optimizer)
+
+    def train(called: nn.Module) -> Watch:
+        with watch(model, optimizer, log=folder) as w:
+            for _ in range(STEPS):
+                optimizer.zero_grad()
+                w.loss(called(torch.ones(4, 8)).square().mean()).backward()
+                optimizer.step()
+        return w
+
+    if rank == 0:
+        examine(0.1)
+        train(model)
+    parallel, told = nn.parallel.DistributedDataParallel(model), []  # with the weights of rank 0
+    for number in range(2):
+        if rank != first:
+            await_file(folder / f"{number}")
+        (folder / f"{number}").touch()
+        told += about_ranks(examine(60.0))
+        w = train(parallel)
+        told += [*about_ranks(w.findings()), str(w.log_path.parent)]
+        torch.distributed.barrier()
+    return told
+
+
+def about_ranks(findings: Findings) -> list[str]:
+    return [each for each in (*(found.name for found in findings), *findings.looked_at) if "rank" in each]
+
+
+@pytest.mark.parametrize("first", [0, 1])
+def test_after_tools_on_one_rank_alone_those_of_all_ranks_belong_together(tmp_path: Path, first: int):
+    ranks = run_ranks(used_on_rank_0_alone_before, tmp_path, first)
+    for rank, told in enumerate(ranks):
+        compared = f"compared with rank {1 - rank}"
+        assert told == [compared, told[1], compared, told[3]]
+    assert ranks[0][1::2] == ranks[1][1::2]
+    assert len({*ranks[0][1::2]}) == 2
+    assert sorted(len(load_run(each).ranks) for each in {log.parent for log in tmp_path.glob("*/*.jsonl")}) == [1, 2, 2]
+
+
+def trains_alone(rank: int, folder: Path) -> tuple[list[str], Path]:
+    """Rank 1 begins when rank 0 has ended its loop: no step waits for another rank."""
+    rank_watch._WAIT = 300.0
+    model = net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    if rank == 1:
+        await_file(folder / "ended")
+    with watch(model, optimizer, log=folder) as w:
+        for batch in batches(rank):
+            w.loss(model(batch).square().mean()).backward()
+            optimizer.step()
+    (folder / "ended").touch()
+    found = w.findings()
+    torch.distributed.barrier()
+    return [each.name for each in found if "rank" in each.name], w.log_path.parent
+
+
+def test_a_rank_that_begins_when_another_has_ended_the_same_loop_belongs_to_it(tmp_path: Path):
+    first, second = run_ranks(trains_alone, tmp_path)
+    assert first == second
+    assert first[0] == ["weights-differ-by-rank"]

@@ -462,6 +462,34 @@ def test_a_killed_process_leaves_a_log_that_loads(tmp_path):
     assert int(told[-1]) - len(steps) <= 0.25 * last_second + 1
 
 
+FORKS = """
+import os, sys
+from pathlib import Path
+from amplab.lab import RunLog
+from amplab.lab.watched_run import WatchedRun
+from amplab.parallel.ranks import Rank
+log = RunLog(Path(sys.argv[1]), WatchedRun("Net", "SGD", "none", "-"), rank=Rank(0, 2))
+if os.fork():
+    print("begun", flush=True)
+sys.stdin.read()  # as the worker of a DataLoader that hangs
+"""
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="forks")
+def test_a_killed_rank_is_lost_although_a_process_that_it_forked_lives(tmp_path):
+    log = tmp_path / "rank-0.jsonl"
+    command = [sys.executable, "-c", FORKS, str(log)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout.readline() == "begun\n"
+        assert load_run(log).end.state == "running"
+        process.kill()
+        process.wait()
+        deadline = time.monotonic() + 60  # the forked process may not have run yet
+        while load_run(log).end.state == "running" and time.monotonic() < deadline:
+            time.sleep(0.05)
+        assert load_run(log).end.state == "lost"
+
+
 @pytest.mark.parametrize("size", [2**27, 2**35])
 def test_a_line_without_end_is_refused_and_never_read_whole(path, size):
     """The file is sparse: it takes no space on the disk."""

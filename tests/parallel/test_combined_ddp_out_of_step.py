@@ -1,9 +1,11 @@
 """Ranks of ``combine_ddp`` that do not do the same: every rank raises a sentence, none aborts, and all can go on."""
 
 import re
+import signal
 
 import pytest
 import torch
+import torch.distributed as dist
 from ranks import run_ranks
 from torch import nn
 
@@ -214,3 +216,40 @@ def test_one_of_four_ranks_that_is_two_steps_ahead_is_refused():
     for texts in run_ranks(four_ranks, world_size=4, limit=100.0):
         for text in texts:
             assert "the number of steps is 0 on ranks 0, 1, 2 and 2 on rank 3." in text
+
+
+def an_interrupt_as_a_bucket_leaves_rank_0(rank, in_step):
+    """Return what each step says; Ctrl-C comes when the all_reduce of the first bucket has begun."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    model = Wide()
+    optimizer = sgd(model.parameters())
+    session = initialized(model, optimizer)
+    found, all_reduce = [], dist.all_reduce
+
+    def interrupted(*args, **arguments):
+        work = all_reduce(*args, **arguments)
+        dist.all_reduce = all_reduce
+        signal.raise_signal(signal.SIGINT)
+        return work
+
+    for step in range(4):
+        optimizer.zero_grad()
+        loss = model(torch.ones(2, 8), False).square().mean()
+        if (step, rank) == (in_step, 0):
+            dist.all_reduce = interrupted
+        try:
+            found.append(said(averaged, session, optimizer, loss))
+        except KeyboardInterrupt:
+            found.append("KeyboardInterrupt")
+        if not found[-1]:
+            optimizer.step()
+    return found, [param.sum().item() for param in model.parameters()]
+
+
+@pytest.mark.parametrize("in_step", [0, 2])
+def test_an_interrupt_as_a_bucket_leaves_is_told_on_every_rank_and_training_goes_on(in_step):
+    (first, weights), (second, others) = run_ranks(an_interrupt_as_a_bucket_leaves_rank_0, in_step, limit=60.0)
+    assert first.pop(in_step) == "KeyboardInterrupt"
+    assert "A block of scale_loss raised KeyboardInterrupt" in second.pop(in_step)
+    assert first == second == [""] * 3
+    assert weights == others

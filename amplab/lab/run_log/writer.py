@@ -310,6 +310,18 @@ class RunLog:
 _OPEN: WeakSet[RunLog] = WeakSet()
 
 
+def _close_in_fork() -> None:
+    """In a forked process: its copy of the descriptor would keep the lock beyond the end of the one that writes."""
+    for log in list(_OPEN):
+        if log._file is not None:
+            with suppress(OSError):
+                log._file.close()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_close_in_fork)
+
+
 def runs_elsewhere(thread: int) -> bool:
     """Whether a thread runs that is not the calling one."""
     return thread != threading.get_ident() and any(each.ident == thread for each in threading.enumerate())
