@@ -507,7 +507,7 @@ def _seeded(seed: int, data: Any) -> Iterator[None]:
         undo.add(partial(restore_rng, kept))
         for restore in restorers({id(own): own for each in (data, *samplers) for own in _attributes(each)}.values()):
             undo.add(restore)
-        computed_anew(undo, _cache_enabled=0)
+        computed_anew(undo, caches=False)
         seed_all(seed)
         yield
 

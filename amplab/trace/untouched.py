@@ -102,18 +102,18 @@ _unseen_by_engines = torch._C.DisableTorchFunction
 _PARAMETRIZE = vars(torch.nn.utils.parametrize)
 
 
-def computed_anew(undo: Undo, **settings: int) -> None:
+def computed_anew(undo: Undo, *, caches: bool = True) -> None:
     """Let weights be computed anew until `undo` ends, in a block of ``torch.nn.utils.parametrize.cached()`` too.
 
     What is cached there belongs to the graph of the loop, and is found by the ids of modules.
 
     Args:
         undo: restores it.
-        settings: ``_cache_enabled=0`` to cache nothing meanwhile, for several steps.
+        caches: whether they are cached meanwhile, as there; not for several steps.
     """
-    anew: dict[str, Any] = {"_cache": {}, **settings}
-    undo.add(partial(_PARAMETRIZE.update, {name: _PARAMETRIZE[name] for name in anew}))
-    _PARAMETRIZE.update(anew)
+    old, enabled = torch.nn.utils.parametrize._cache, torch.nn.utils.parametrize._cache_enabled
+    undo.add(partial(_PARAMETRIZE.update, _cache=old, _cache_enabled=enabled))
+    _PARAMETRIZE.update(_cache={}, _cache_enabled=enabled if caches else 0)
 
 
 @contextmanager
