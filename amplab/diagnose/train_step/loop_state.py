@@ -54,6 +54,8 @@ def kept(
             if state or not isinstance(each, torch.amp.GradScaler):  # empty for a disabled scaler
                 undo.add(partial(each.load_state_dict, state))  # on its own: another one may raise
         undo.add(restore)
+        for parameter, _ in grads:  # of another model too, whose gradients the block would add to
+            parameter.grad = None
         yield saved
 
 

@@ -147,3 +147,26 @@ def test_a_scale_that_overflows_is_lowered_to_look_at_the_loop(inside, expected)
     found = gradient_findings(rehearse_loop(model, step, [optimizer], scaler=scaler))
     assert [each.name for each in found] == expected
     assert scaler.get_scale() == 2.0**22
+
+
+@pytest.mark.parametrize("clears", [True, False])
+def test_gradients_that_wait_in_another_model_are_kept(clears):
+    """A discriminator accumulates while the generator is examined."""
+    torch.manual_seed(0)
+    generator, discriminator = nn.Linear(4, 4), nn.Linear(4, 1)
+    optimizers = [torch.optim.SGD(each.parameters(), lr=0.1) for each in (generator, discriminator)]
+
+    def train():
+        if clears:
+            for optimizer in optimizers:
+                optimizer.zero_grad()
+        discriminator(generator(torch.ones(2, 4))).sum().backward()
+        for optimizer in optimizers:
+            optimizer.step()
+
+    discriminator(torch.ones(2, 4)).sum().backward()
+    waiting = [each.grad for each in discriminator.parameters()]
+    before = [each.clone() for each in waiting]
+    amplab.doctor(generator, train_step=train, optimizer=optimizers)
+    assert all(each.grad is grad for each, grad in zip(discriminator.parameters(), waiting, strict=True))
+    assert all(map(torch.equal, waiting, before))
