@@ -14,7 +14,7 @@ import os
 import time
 import traceback
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from numbers import Integral
@@ -144,8 +144,9 @@ class Trainer:
             on_error=self._fail,
             seconds_left=lambda: self._due - time.monotonic(),
         )
-        self._lock = self._worker.lock  # guards the six attributes below
-        self._wanted = self._experiment.config
+        self._lock = self._worker.lock  # guards the seven attributes below
+        self._wanted = self._experiment.config  # once all changes that are queued are made
+        self._queued_changes = 0
         self._state = "ready"
         self._stops = 0  # calls of `stop` whose effect is to come
         self._steps_made = 0  # also of runs that another has replaced
@@ -364,9 +365,21 @@ class Trainer:
             config: The new experiment; None for the current one.
             name: Name of the new run among the kept ones; None for the next number.
         """
+        self._reset(config or self._wanted, lambda: self._rebuild(config or self.config, name))
+
+    def reset_with(self, **fields: object) -> None:
+        """Start again, as `reset`, with some fields of the config changed; changes that are queued are made first.
+
+        Raises:
+            ValueError: An unknown field, or a value that the field does not accept.
+        """
         with self._lock:
-            self._wanted = config or self._wanted
-            self._worker.post(partial(self._rebuild, self._wanted, name))
+            self._reset(self._wanted.changed(**fields), lambda: self._with_changed(fields, self._rebuild))
+
+    def _reset(self, wanted: ExperimentConfig, rebuild: Callable[[], object]) -> None:
+        with self._lock:
+            self._wanted = wanted
+            self._queue(rebuild)
             self._enter("ready", again=True)
 
     def change(self, **fields: object) -> None:
@@ -381,7 +394,7 @@ class Trainer:
             config = self._wanted.changed(**fields)
             self._experiment.check_switch(self._wanted, config)
             self._wanted = config
-            self._worker.post(partial(self._switch, config))
+            self._queue(lambda: self._with_changed(fields, self._switch))
 
     def apply(self, remedy: ConfigRemedy) -> None:
         """Make the change of a remedy: at the next step boundary, or by starting again if it says so.
@@ -393,7 +406,7 @@ class Trainer:
             self.change(**remedy.changes)
             return
         with self._lock:
-            self.reset(self._wanted.changed(**remedy.changes))
+            self.reset_with(**remedy.changes)
             self.start()
 
     def undo(self) -> None:
@@ -402,7 +415,7 @@ class Trainer:
         A changed config is put back with the weights as they are. A reset is taken back by continuing the run that it
         replaced. An `Undone` event says what was taken back.
         """
-        self._worker.post(self._take_back)
+        self._queue(self._take_back)
 
     def continue_from(self, run: KeptRun) -> None:
         """Continue a kept run, bit for bit as if it had not been replaced; the present run is kept.
@@ -413,7 +426,7 @@ class Trainer:
         self._kept.check_can_continue(run)
         with self._lock:
             self._wanted = run.config
-            self._worker.post(partial(self._bring_back, run))
+            self._queue(partial(self._bring_back, run))
 
     def continue_saved(self, checkpoint: Checkpoint) -> None:
         """Continue a run of another process from its checkpoint, bit for bit as if not interrupted; then pause.
@@ -421,7 +434,7 @@ class Trainer:
         The present run is kept. The new log begins with the steps up to the checkpoint; the old one does not change. A
         checkpoint that cannot be read is a `Failed`, and the present run does not change.
         """
-        self._worker.post(partial(self._restore, checkpoint))
+        self._queue(partial(self._restore, checkpoint))
 
     def compare(self, configs: Sequence[ExperimentConfig] | None = None, *, steps: int = 300) -> None:
         """Train other experiments beside this one, one after the other, each `steps` steps; they are added to `kept`.
@@ -704,6 +717,31 @@ class Trainer:
             self._explainer.explain_last()
             self._begin_to_explain()
 
+    def _queue(self, change: Callable[[], object]) -> None:
+        """Change the run at the next step boundary. After the last one that is queued, its config is the wanted one."""
+
+        def make() -> None:
+            try:
+                change()
+            finally:
+                with self._lock:
+                    self._queued_changes -= 1
+                    if not self._queued_changes:
+                        self._wanted = self.config
+
+        with self._lock:
+            self._worker.post(make)
+            self._queued_changes += 1
+
+    def _with_changed(self, fields: Mapping[str, object], act: Callable[[ExperimentConfig], object]) -> None:
+        """Act with fields of the config in effect changed: an undo before it in the queue may have changed others."""
+        try:
+            config = self.config.changed(**fields)
+        except ValueError as error:
+            self._publisher.publish(Failed(f"The change is not possible any more: {error}", attempted=True))
+            return
+        act(config)
+
     def _switch(self, config: ExperimentConfig, *, is_undo: bool = False) -> None:
         previous, step = self.config, len(self.history)
         if config == previous:
@@ -711,13 +749,10 @@ class Trainer:
         try:
             self._experiment.switch(config)
         except BaseException:  # noqa: BLE001 - as an optimizer of one's own that cannot be built; the run goes on
-            self._wanted = previous
             text = f"{_in_words(previous, config)}: not possible; the run is not changed.\n{traceback.format_exc()}"
             self._publisher.publish(Failed(text, attempted=True))
             return
-        if is_undo:
-            self._wanted = config
-        else:
+        if not is_undo:
             self._changes.record(_in_words(previous, config), partial(self._switch, previous, is_undo=True))
         self._explainer.examine_next()
         self._store.change(config, previous, step=step)
@@ -729,7 +764,6 @@ class Trainer:
         try:
             experiment = Experiment(config, exchange=self._exchange)
         except BaseException:  # noqa: BLE001 - as a task without its data; the present run is whole
-            self._wanted = previous
             text = f"The new run cannot begin; a reset keeps the present one.\n{traceback.format_exc()}"
             self._end_in_failure(Failed(text, fatal=True))
             return
@@ -740,8 +774,6 @@ class Trainer:
                 self._record_replacing(text, replaced, previous)
         self._runs_begun += 1
         self._present(name or f"Run {self._runs_begun}", experiment, self._new_store(config), previous)
-        if is_undo:
-            self._wanted = config
 
     def _record_replacing(self, text: str, replaced: KeptRun | None, previous: ExperimentConfig) -> None:
         """Record that another run is present; undo continues the replaced one, or starts one with its config."""
@@ -793,7 +825,6 @@ class Trainer:
         if run.failure is not None:
             self._publisher.publish(run.failure)
         with self._lock:
-            self._wanted = self.config
             if not self._stops and (self._state != "running" or run.failure):
                 self._enter("failed" if run.failure else "paused", again=True)
 
@@ -811,7 +842,6 @@ class Trainer:
         if self._exchange is not None:
             store.restart(step=experiment.steps_done)
         with self._lock:
-            self._wanted = self.config
             if not self._stops:
                 self._enter("paused", again=True)
 

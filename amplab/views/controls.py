@@ -186,7 +186,7 @@ def _set(trainer: Trainer, name: str, value: object) -> None:
         trainer.change(**{name: value})
         return
     running = trainer.state == "running"
-    trainer.reset(trainer.config.changed(**{name: value}))
+    trainer.reset_with(**{name: value})
     if running:
         trainer.start()
 

@@ -569,3 +569,68 @@ def test_a_forked_process_is_told_that_the_trainer_is_in_the_other_one(tmp_path,
         [sys.executable, "-W", "ignore", "-c", code], capture_output=True, text=True, timeout=200, check=False
     )
     assert (done.stdout, done.returncode) == ("True\n", 0), done.stderr
+
+
+@pytest.fixture
+def in_a_step(trainer, monkeypatch):
+    """Do something while one step runs, then pause, and return when all is done."""
+    step = Experiment.step
+    begun, may_end = threading.Event(), threading.Event()
+
+    def held(self):
+        begun.set()
+        may_end.wait(60)
+        return step(self)
+
+    def act(do):
+        with monkeypatch.context() as patched:
+            patched.setattr(Experiment, "step", held)
+            trainer.start()
+            assert begun.wait(60)
+            do()
+            trainer.pause()
+            may_end.set()
+            trainer.wait()
+
+    return act
+
+
+def test_changes_after_an_undo_in_the_same_step_keep_what_it_took_back(trainer, in_a_step):
+    trainer.run(2)
+    trainer.change(lr=0.5)
+    trainer.run(1)
+
+    def undo_then_change():
+        trainer.undo()
+        trainer.change(momentum=0.5)
+
+    in_a_step(undo_then_change)
+    assert (trainer.config.lr, trainer.config.momentum) == (None, 0.5)
+    trainer.change(growth_interval=60)
+    trainer.wait()
+    assert (trainer.config.lr, trainer.config.momentum, trainer.config.growth_interval) == (None, 0.5, 60)
+
+
+def test_changes_after_a_run_that_comes_back_in_the_same_step_are_changes_of_it(trainer, in_a_step):
+    trainer.run(2)
+    before = trainer.config
+    trainer.reset(before.changed(opt_level="O0", lr=0.2))
+    trainer.run(1)
+
+    def undo_then_change():
+        trainer.undo()
+        trainer.change(momentum=0.5)
+
+    in_a_step(undo_then_change)
+    assert trainer.config == before.changed(momentum=0.5)
+
+
+def test_a_reset_with_a_changed_field_keeps_changes_of_the_same_step(trainer, in_a_step):
+    trainer.run(2)
+
+    def change_then_reset():
+        trainer.change(momentum=0.5)
+        trainer.reset_with(hidden=24)
+
+    in_a_step(change_then_reset)
+    assert (trainer.config.momentum, trainer.config.hidden) == (0.5, 24)
