@@ -1,4 +1,4 @@
-"""A tool between an overflow and the step that is skipped for it, in apex's order of calls."""
+"""A tool between an overflow and the step that is skipped for it, and in a step, in apex's order of calls."""
 
 import pytest
 import torch
@@ -80,3 +80,28 @@ def test_the_step_that_is_due_to_be_skipped_is_the_only_one(name, level, step):
     assert outcomes == [True, False, True, True]
     assert all(map(torch.equal, weights, expected))
     assert state == expected_state
+
+
+@pytest.mark.filterwarnings("ignore:.*:UserWarning")
+@pytest.mark.parametrize("hook", ["register_step_pre_hook", "register_step_post_hook"])
+@pytest.mark.parametrize("level", ["O1", "O2"])
+@pytest.mark.parametrize("name", ["xray", "first_nonfinite", "gradient_range", "doctor"])
+def test_a_tool_in_a_hook_of_the_step_leaves_the_weights_of_that_step(name, level, hook):
+    """At O2 the model's half weights are copied from the masters when the step has ended."""
+
+    def after_each_step(tool):
+        amp.reset()
+        torch.manual_seed(0)
+        model = nn.Linear(4, 2)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        model, optimizer = amp.initialize(model, optimizer, opt_level=level, verbosity=0)
+        if tool is not None:
+            getattr(optimizer, hook)(lambda *_: (tool(model, step=lambda: loss_of(model)), None)[1])
+        found = []
+        for number in range(4):
+            iteration(model, optimizer, 1e6 if number == 1 else 1.0)
+            optimizer.step()
+            found += [param.detach().clone() for param in model.parameters()]
+        return found
+
+    assert all(map(torch.equal, after_each_step(getattr(amplab, name)), after_each_step(None)))

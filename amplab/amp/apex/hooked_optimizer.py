@@ -118,6 +118,7 @@ class HookedOptimizer:
         self._steps = 0  # with gradients, skipped ones too; not those of a tool that runs on this rank alone
         self._in_closure, self._in_backward = False, False
         keep_of(self, "outcome", "_scaled_by", "_unscaled", "_kept_by_fsdp", "_overflow", "_step", "_steps", *_PLACES)
+        keep_of(self.masters, "_are_ahead")
         self._take_over(optimizer, uncast)
         if reducer is not None:
             reducer.prepare(self._own, self._halves())
