@@ -129,10 +129,15 @@ class MasterWeights:
         """Note that the masters are stepped from now on, so the model needs a copy. Sync: none."""
         self._are_ahead = True
 
-    def catch_up(self) -> None:
-        """As `copy_to_model`, unless it has been called since `begin_step`: an exception came between. Sync: none."""
+    def catch_up(self, *, in_step: bool = False) -> None:
+        """As `copy_to_model`, unless it has been called since `begin_step`: an exception came between. Sync: none.
+
+        Args:
+            in_step: The step may be running still, so that the model needs another copy at its end.
+        """
         if self._are_ahead:
             self.copy_to_model()
+            self._are_ahead = in_step
 
     @torch.no_grad()
     def copy_from_model(self) -> None:
@@ -171,7 +176,7 @@ class MasterWeights:
         for pair in self._pairs_of(params) if self._watched else ():
             watched = self._watched.get(id(pair.model))
             if watched is not None and watched.shape == pair.model.shape == pair.master.shape:
-                _take_edits(pair, watched)
+                self._watched[id(pair.model)] = _take_edits(pair, watched)
 
     def stop_watching(self) -> None:
         """Drop the copies of `watch_model`; `follow_edits` does nothing until the next call of `watch_model`."""
@@ -191,13 +196,13 @@ class MasterWeights:
         return self._pairs[id(param)].master
 
 
-def _take_edits(pair: MasterPair, watched: Tensor) -> None:
-    """Copy the edited elements of the model's weight to the master, and the weight to ``watched``."""
+def _take_edits(pair: MasterPair, watched: Tensor) -> Tensor:
+    """Copy the edited elements of the model's weight to the master; return a copy of the weight."""
     model = pair.model.detach()
     master = pair.master.detach().to(model.device)  # model.cuda() moves the model alone
     edited = (model != watched.to(model.device)) & (model != master.to(model.dtype))
     pair.master.detach().copy_(torch.where(edited, model.to(master.dtype), master))
-    watched.copy_(model)
+    return model.clone()
 
 
 def _unscale_into(

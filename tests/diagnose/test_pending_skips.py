@@ -105,3 +105,62 @@ def test_a_tool_in_a_hook_of_the_step_leaves_the_weights_of_that_step(name, leve
         return found
 
     assert all(map(torch.equal, after_each_step(getattr(amplab, name)), after_each_step(None)))
+
+
+@pytest.mark.filterwarnings("ignore:.*:UserWarning")
+@pytest.mark.parametrize("name", [None, *TOOLS])
+def test_half_weights_written_before_the_first_backward_reach_the_masters(name):
+    torch.manual_seed(0)
+    model = nn.Linear(4, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model, optimizer = amp.initialize(model, optimizer, opt_level="O2", verbosity=0)
+    if name is not None:
+        TOOLS[name](model, optimizer, whole)
+    with torch.no_grad():
+        model.weight.copy_(torch.full((2, 4), 2.0))
+    iteration(model, optimizer)
+    assert torch.equal(next(iter(amp.master_params(optimizer))), torch.full((2, 4), 2.0))
+
+
+class MatrixStep(torch.optim.SGD):
+    """Multiplies matrices in its step, as Muon does, and notes the dtype."""
+
+    def step(self, closure=None):
+        self.seen = [
+            (each @ each.T).dtype for group in self.param_groups for each in group["params"] if each.dim() == 2
+        ]
+        return super().step(closure)
+
+
+@pytest.mark.filterwarnings("ignore:.*:UserWarning")
+@pytest.mark.parametrize("name", [None, *TOOLS])
+def test_a_step_in_which_a_tool_is_called_has_no_casts(name):
+    torch.manual_seed(0)
+    model = nn.Linear(4, 2)
+    optimizer = MatrixStep(model.parameters(), lr=0.1)
+    model, optimizer = amp.initialize(model, optimizer, opt_level="O1", verbosity=0)
+    if name is not None:
+        optimizer.register_step_pre_hook(lambda *_: None if optimizer.busy else call(name))
+        optimizer.busy = False
+
+    def call(name):
+        optimizer.busy = True
+        TOOLS[name](model, optimizer, whole)
+
+    iteration(model, optimizer)
+    optimizer.step()
+    assert optimizer.seen == [torch.float32]
+
+
+@pytest.mark.parametrize("hook", ["register_step_pre_hook", "register_step_post_hook"])
+def test_a_forward_in_a_hook_of_the_step_leaves_the_weights_of_that_step(hook):
+    torch.manual_seed(0)
+    model = nn.Linear(4, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model, optimizer = amp.initialize(model, optimizer, opt_level="O2", verbosity=0)
+    getattr(optimizer, hook)(lambda *_: (loss_of(model), None)[1])
+    for _ in range(3):
+        iteration(model, optimizer)
+        optimizer.step()
+        pairs = zip(model.parameters(), amp.master_params(optimizer), strict=True)
+        assert all(torch.equal(half, master.half()) for half, master in pairs)

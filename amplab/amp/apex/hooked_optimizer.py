@@ -52,7 +52,15 @@ _NO_GRADIENT = StepOutcome(
 )
 
 
-_PLACES = "_in_closure", "_in_backward"
+_OUTSIDE = {
+    "_scaled_by": None,
+    "_kept_by_fsdp": False,
+    "_overflow": None,
+    "_step": None,
+    "_in_closure": False,
+    "_in_backward": False,
+}
+"""What a `HookedOptimizer` has noted outside of an iteration; a tool that runs a step meanwhile finds this."""
 
 
 class _Overflow(NamedTuple):
@@ -117,8 +125,8 @@ class HookedOptimizer:
         self._step: _Step | None = None
         self._steps = 0  # with gradients, skipped ones too; not those of a tool that runs on this rank alone
         self._in_closure, self._in_backward = False, False
-        keep_of(self, "outcome", "_scaled_by", "_unscaled", "_kept_by_fsdp", "_overflow", "_step", "_steps", *_PLACES)
-        keep_of(self.masters, "_are_ahead")
+        keep_of(self, "outcome", "_unscaled", "_steps", **_OUTSIDE)
+        keep_of(self.masters, "_watched", _are_ahead=False)
         self._take_over(optimizer, uncast)
         if reducer is not None:
             reducer.prepare(self._own, self._halves())

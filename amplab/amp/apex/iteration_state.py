@@ -3,35 +3,52 @@
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 __all__ = ["iterations_kept", "keep_of"]
 
-_NAMES: weakref.WeakKeyDictionary[object, tuple[str, ...]] = weakref.WeakKeyDictionary()
+_NOTED: weakref.WeakKeyDictionary[object, tuple[tuple[str, ...], dict[str, Any]]] = weakref.WeakKeyDictionary()
 
 
-def keep_of(owner: object, *names: str) -> None:
-    """Let `iterations_kept` restore these attributes of ``owner``, which is held weakly.
+def keep_of(owner: object, *names: str, **outside: Any) -> None:
+    """Let `iterations_kept` restore attributes of ``owner``, which is held weakly.
 
     Its method ``pending_gradients``, if it has one, returns tensors outside of a model whose gradients wait for a step.
+
+    Args:
+        owner: has the attributes.
+        names: of attributes that are restored.
+        outside: others, and what each is outside of an iteration, which is what it is in the block.
     """
-    _NAMES[owner] = names
+    _NOTED[owner] = (*names, *outside), outside
 
 
 @contextmanager
 def iterations_kept() -> Iterator[None]:
-    """Restore what all sessions have noted, and set gradients aside that wait for a step outside of a model.
+    """Run a block outside of the iteration of all sessions, and restore what they have noted of it.
 
-    Gradients of a model that are set aside look like cleared ones, for whose overflow no step is skipped. Sync: none.
+    Gradients of a model that are set aside look like cleared ones, for whose overflow no step is skipped. Those of
+    tensors outside of a model are set aside here. Sync: none.
     """
-    noted = [(each, {name: getattr(each, name) for name in names}) for each, names in list(_NAMES.items())]
-    waiting = [tensor for each, _ in noted for tensor in getattr(each, "pending_gradients", list)()]
+    owners = [(each, {name: _copied(getattr(each, name)) for name in names}, out) for each, (names, out) in _listed()]
+    waiting = [tensor for each, _, _ in owners for tensor in getattr(each, "pending_gradients", list)()]
     grads = [(tensor, tensor.grad) for tensor in waiting]
     try:
         for tensor in waiting:
             tensor.grad = None
+        for each, _, outside in owners:
+            vars(each).update(outside)
         yield
     finally:
         for tensor, grad in grads:
             tensor.grad = grad
-        for each, values in noted:
-            vars(each).update(values)
+        for each, noted, _ in owners:
+            vars(each).update(noted)
+
+
+def _listed() -> list[tuple[object, tuple[tuple[str, ...], dict[str, Any]]]]:
+    return list(_NOTED.items())
+
+
+def _copied(value: Any) -> Any:
+    return value.copy() if isinstance(value, dict) else value

@@ -48,9 +48,9 @@ class MasterHooks:
 
     @no_graph_of_its_own
     def before_forward(self, _module: nn.Module, _args: object) -> None:
-        """Finish a step that was interrupted. Sync: none."""
+        """Show the model the weights of a step that was interrupted, or that is running. Sync: none."""
         for masters in self._masters:
-            masters.catch_up()
+            masters.catch_up(in_step=True)
 
     def after_save(self, module: nn.Module, saved: dict[str, Any], prefix: str, _metadata: Any) -> None:
         """Replace this module's own half tensors in ``saved`` by their float32 values."""

@@ -49,6 +49,8 @@ FORMAT = 1
 _MARK = "amplab_run_state"
 _DIGITS = 8  # hexadecimal, in the name of a file that is being written
 _PLAIN = (Tensor, Parameter, torch.Size, torch.dtype, torch.device, type(None), bool, int, float, str, bytes)
+_WITH_ATTRIBUTES = (Tensor, Parameter, OrderedDict)
+_MOST_BITS = 2039  # longer ones are pickled by an opcode that torch does not read
 _SEQUENCES = (list, tuple)
 _MAPPINGS = (dict, OrderedDict)
 
@@ -78,6 +80,7 @@ def write_run_state(path: Path, state: dict[str, Any]) -> None:
     def save(file: BinaryIO) -> None:
         with _checksums():
             _torch_save({_MARK: FORMAT, "amplab": __version__, "torch": str(torch.__version__), **state}, file)
+        read_run_state(Path(str(file.name)), whole=False)  # before it replaces one that can be loaded
 
     write_atomically(path, save)
 
@@ -181,8 +184,11 @@ def _is_of_disk(error: Exception) -> bool:
 
 
 def _unloadable(value: Any, where: str) -> Iterator[str]:
-    """Yield the place and type of each value that is not plain."""
+    """Yield the place and type of each value that is not plain, or that torch writes in a way that it does not read."""
     kind = type(value)
+    if kind in _WITH_ATTRIBUTES:
+        for name, item in vars(value).items():
+            yield from _unloadable(item, f"{where}.{name}")
     if kind in _SEQUENCES:
         for index, item in enumerate(value):
             yield from _unloadable(item, f"{where}[{index}]")
@@ -192,6 +198,10 @@ def _unloadable(value: Any, where: str) -> Iterator[str]:
             yield from _unloadable(item, f"{where}[{key!r}]")
     elif kind not in _PLAIN:
         yield f"{where} is a {kind.__module__}.{kind.__qualname__}"
+    elif kind is bytes and not value:
+        yield f"{where} is b'', without a byte"
+    elif kind is int and value.bit_length() > _MOST_BITS:
+        yield f"{where} is an int of {value.bit_length():,} bits"
 
 
 @contextlib.contextmanager

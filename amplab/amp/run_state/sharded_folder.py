@@ -49,6 +49,9 @@ _Place = tuple[Any, ...]
 """The keys and indices that lead to a tensor: ("optimizers", 0, "state", "state", 3, "exp_avg")."""
 
 
+_DEEPEST = 100  # levels of dicts and lists; each is a call in what reads and writes a state
+
+
 def has_shards(state: Mapping[str, Any]) -> bool:
     """Return whether the models or optimizers of a state of `save_run_state` hold a DTensor: on every rank, or none."""
     return any(is_sharded(tensor) for name in ("models", "optimizers") for _, tensor in tensors_of(state[name]))
@@ -311,6 +314,10 @@ def tensors_of(value: Any, place: _Place = ()) -> Iterator[tuple[_Place, Tensor]
     """Yield every tensor of a state with its place."""
     if isinstance(value, Tensor):
         yield place, value
+    if len(place) > _DEEPEST:
+        raise RunStateError(
+            f"{_text(place[:2])} contains itself, or has more than {_DEEPEST} levels: save a flat copy."
+        )
     for key, child in _items(value):
         yield from tensors_of(child, (*place, key))
 

@@ -2,6 +2,7 @@
 
 import re
 import zipfile
+from collections import OrderedDict
 
 import numpy as np
 import pytest
@@ -9,6 +10,7 @@ import torch
 from torch import nn
 
 from amplab import amp
+from amplab.amp.run_state import file_format
 
 
 @pytest.fixture
@@ -32,18 +34,58 @@ def resave(path, **changes):
     torch.save({**state, **changes}, path)
 
 
+def attributed(value, kind):
+    value.kind = kind
+    return value
+
+
+def endless():
+    inner = []
+    inner.append(inner)
+    return inner
+
+
 @pytest.mark.parametrize(
     ("extra", "where"),
     [
         ({"best": np.float64(0.5)}, "extra['best'] is a numpy.float64"),
         ([1, {"x": (nn.Linear(1, 1),)}], "extra[1]['x'][0] is a torch.nn.modules.linear.Linear"),
         ({frozenset(): 1}, "the key frozenset() of extra is a builtins.frozenset"),
+        ({"cursor": b""}, "extra['cursor'] is b'', without a byte"),
+        ([-(2**2039)], "extra[0] is an int of 2,040 bits"),
+        ([attributed(torch.ones(2), len)], "extra[0].kind is a builtins.builtin_function_or_method"),
+        ([attributed(nn.Parameter(torch.ones(2)), np.float64(0.5))], "extra[0].kind is a numpy.float64"),
+        (attributed(OrderedDict(a=1), object()), "extra.kind is a builtins.object"),
+        (endless(), "contains itself, or has more than 100 levels: save a flat copy"),
     ],
 )
 def test_what_a_file_cannot_hold_is_named(tmp_path, extra, where):
     with pytest.raises(amp.RunStateError, match=re.escape(where)):
         amp.save_run_state(tmp_path / "run.pt", extra=extra)
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    "extra",
+    [b"a", 2**2039 - 1, -(2**2038), attributed(nn.Parameter(torch.ones(2)), "head"), attributed(OrderedDict(a=1), 2.5)],
+    ids=repr,
+)
+def test_what_a_file_can_hold_comes_back(path, extra):
+    amp.save_run_state(path, extra=extra)
+    found = amp.load_run_state(path).extra
+    assert torch.equal(found, extra) if isinstance(extra, torch.Tensor) else found == extra
+    assert getattr(found, "kind", None) == getattr(extra, "kind", None)
+
+
+def test_a_file_that_would_not_load_again_does_not_replace_one_that_does(path, monkeypatch):
+    """Whatever torch writes and does not read, in this version or another."""
+    saved_model(path)
+    before = path.read_bytes()
+    monkeypatch.setattr(file_format, "_unloadable", lambda value, where: iter(()))
+    with pytest.raises(amp.RunStateError, match="cannot read"):
+        amp.save_run_state(path, extra=np.float64(0.5))
+    assert path.read_bytes() == before
+    assert [*path.parent.iterdir()] == [path]
 
 
 @pytest.mark.parametrize("share", [0.0, 0.001, 0.3, 0.9, 0.999])
