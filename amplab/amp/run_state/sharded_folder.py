@@ -32,6 +32,7 @@ from amplab.policies.signals import DeferredSignals
 from amplab.scalers import is_sharded
 
 __all__ = [
+    "difference_of_ranks",
     "has_shards",
     "is_run_folder",
     "lost_shardings",
@@ -208,6 +209,19 @@ def on_every_rank(action: Callable[[], Value]) -> Value:
     if error is not None:
         raise error
     return value
+
+
+def difference_of_ranks(found: str) -> str:
+    """Say which rank finds something else than rank 0; "" if none does. Every rank calls it with what it finds itself.
+
+    Sync: waits for every rank.
+    """
+    if not dist.is_initialized():
+        return ""
+    of_ranks = [found] * dist.get_world_size()
+    dist.all_gather_object(of_ranks, found)
+    other = next((rank for rank, theirs in enumerate(of_ranks) if theirs != of_ranks[0]), None)
+    return "" if other is None else f"rank 0 finds {of_ranks[0]} there, and rank {other} {of_ranks[other]}"
 
 
 @contextmanager
