@@ -15,7 +15,7 @@ import shutil
 import warnings
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -276,8 +276,11 @@ def _put_in_place(path: Path, partial: Path) -> None:
     if path.exists():  # else the previous folder is the only one
         _remove(_previous(path))
         path.rename(_previous(path))
-    os.replace(partial, path)
-    _remove(_previous(path))
+    with DeferredSignals():  # a load reads the previous folder when path is removed, so it must not stay there
+        os.replace(partial, path)
+        with suppress(FileNotFoundError):
+            _previous(path).rename(partial)
+    _remove(partial)
 
 
 def _remove(folder: Path) -> None:

@@ -2,6 +2,7 @@
 
 import os
 import shutil
+import signal
 from contextlib import nullcontext
 from functools import partial
 from unittest import mock
@@ -10,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import run_ranks
+from ranks import rank_outcomes, run_ranks
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 
@@ -345,6 +346,27 @@ def after_an_error_of_one_rank(rank, folder, error):
     return raised, amp.load_run_state(path, model=model).position
 
 
+def killed_in_the_removal(rank, folder):
+    """Save twice, and be killed when the folder of the first save is about to be removed."""
+    model, _, _ = new_run("SGD")
+    amp.save_run_state(folder / "run", model=model, position="older")
+    remove = shutil.rmtree
+
+    def kill(removed, **options):
+        if os.path.exists(removed):
+            os.kill(os.getpid(), signal.SIGKILL)
+        remove(removed, **options)
+
+    with mock.patch("shutil.rmtree", kill):
+        amp.save_run_state(folder / "run", model=model, position="newer")
+
+
+def saves_anew(rank, folder):
+    """Save; return what is there."""
+    amp.save_run_state(folder / "run", model=new_run("SGD")[0])
+    return sorted(each.name for each in folder.iterdir())
+
+
 def loads(rank, folder):
     return {name: loaded(folder, name, rank if rank < 2 else 0) for name in CASES}
 
@@ -391,7 +413,7 @@ def test_what_one_rank_refuses_before_anything_is_exchanged_is_refused_on_every_
     assert kept == kept_by_second == [False, 7]
     for name, found in {"missing": "nothing", "a file": "a file"}.items():
         for kind, said in (first[name], second[name]):
-            assert kind == "RunStateError"  # not MissingRunState, after which a program starts anew
+            assert kind == "RunStateError"  # no FileNotFoundError, after which a program starts anew
             assert f"rank 0 finds a folder there, and rank 1 {found}" in said
     own = {"load": "TypeError", "path": "ValueError", "scaler": "RuntimeError", "optimizer": "TypeError"}
     for name, kind in {**own, "generator": "RunStateError"}.items():
@@ -400,6 +422,17 @@ def test_what_one_rank_refuses_before_anything_is_exchanged_is_refused_on_every_
             "RunStateError",
             f"Another rank failed, so nothing was done here. rank 1: {kind}: {second[name][1]}",
         )
+
+
+def test_a_run_whose_removal_was_killed_is_not_continued(tmp_path):
+    (outcome,) = rank_outcomes(killed_in_the_removal, tmp_path, world_size=1)
+    assert outcome.exitcode == -signal.SIGKILL
+    model, _, _ = new_run("SGD")
+    assert amp.load_run_state(tmp_path / "run", model=model).position == "newer"
+    shutil.rmtree(tmp_path / "run")
+    with pytest.raises(FileNotFoundError):
+        amp.load_run_state(tmp_path / "run", model=model)
+    assert run_ranks(saves_anew, tmp_path, world_size=1) == [["run"]]
 
 
 def test_a_tensor_whose_sharding_no_load_would_know_is_refused_on_every_rank_before_anything_is_written(saved):
