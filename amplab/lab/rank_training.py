@@ -23,6 +23,7 @@ from torch.distributed.distributed_c10d import PrefixStore
 from torch.distributed.rendezvous import rendezvous
 
 from amplab.amp.run_state.paths import given_path
+from amplab.amp.run_state.sharded_folder import on_every_rank
 from amplab.lab.checkpoints import Checkpoint, checkpoint_of_launch
 from amplab.lab.config import ExperimentConfig
 from amplab.lab.console import TrainSummary, train
@@ -87,7 +88,6 @@ def train_on_ranks(
         exchange = RankExchange(place)
         with _stopped_by_signals(exchange):
             checkpoint = _checkpoint(place, log_path)
-            exchange.meet()  # every rank has read the logs, which continue now
             summary = train(
                 config,
                 steps=steps,
@@ -128,10 +128,14 @@ def _init_process_group() -> None:
 
 
 def _checkpoint(place: Rank, log_path: str | PathLike[str] | None) -> Checkpoint | None:
-    """Return where to continue if torchrun has started the ranks again; None if this is the first start."""
-    if os.environ.get(_RESTARTS, "0") == "0":
-        return None
-    return checkpoint_of_launch(_runs_in(log_path), place)
+    """Return where to continue if torchrun has started the ranks again; None if this is the first start.
+
+    Rank 0 finds it for all, by the launch in its log: without --rdzv-id each node has a name of its own for the launch.
+    """
+    finds = place.rank == 0 and os.environ.get(_RESTARTS, "0") != "0"
+    found = [on_every_rank(lambda: checkpoint_of_launch(_runs_in(log_path), place) if finds else None)]
+    dist.broadcast_object_list(found)
+    return found[0]
 
 
 @contextmanager

@@ -47,7 +47,8 @@ class Rank:
     Attributes:
         rank: its number in the default process group, from 0.
         world_size: number of processes.
-        launch: the name of their launch; processes that torchrun restarts have that of the first ones.
+        launch: the name of their launch; processes that torchrun restarts have that of the first ones. On several
+            nodes it may differ by node: see `_launch`.
     """
 
     rank: int
@@ -351,6 +352,7 @@ def _launch() -> str:
     """Name the launch of all ranks; a restart by torchrun has the same name.
 
     A run id of "none" is torchrun's default, which other launches have too; the process of torchrun tells them apart.
+    Each node has a torchrun of its own, and so a name of its own.
     """
     run_id = os.environ.get("TORCHELASTIC_RUN_ID", "none")
     return run_id if run_id != "none" else f"process {os.getppid()} of {platform.node()}"

@@ -97,10 +97,13 @@ def norm_over_ranks(norm: Tensor, groups: Sequence[RankGroup], norm_type: float 
     Args:
         norm: ``()``, the norm of the elements on this rank; 0.0 if it has none.
         groups: as `agree_on_found_inf`.
-        norm_type: ``p``; inf for the largest magnitude.
+        norm_type: ``p`` > 0; inf for the largest magnitude.
 
     Returns:
         ``()`` in the dtype of ``norm``, the same on each of the ranks. Sums of powers are float64.
+
+    Raises:
+        ValueError: another ``norm_type``.
 
     Sync: as `agree_on_found_inf`.
 
@@ -109,6 +112,8 @@ def norm_over_ranks(norm: Tensor, groups: Sequence[RankGroup], norm_type: float 
     """
     if not groups:
         return norm
+    if not norm_type > 0:
+        raise ValueError(f"norm_type={norm_type}: expected a number > 0 for sharded gradients, such as 2.0, or inf.")
     if norm_type == float("inf"):
         largest = norm.nan_to_num(nan=float("inf"), posinf=float("inf"))  # a maximum may drop NaN
         return agree_on_found_inf(largest, groups)

@@ -2,10 +2,12 @@
 
 import os
 import signal
+import socket
 import subprocess
 import sys
 import threading
 import time
+from contextlib import ExitStack
 from pathlib import Path
 from unittest.mock import patch
 
@@ -105,6 +107,33 @@ def test_the_table_has_a_line_for_each_rank(restarted):
     assert (run.world_size, [each.rank for each in run.ranks], run.differences) == (2, [0, 1], ())
     assert str(run.rank_table()) in printed
     assert f"{STEPS} steps" in str(run)
+
+
+def test_ranks_on_two_nodes_continue_together(tmp_path):
+    """Without --rdzv-id, the two processes of torchrun have no name of the launch in common."""
+    (tmp_path / "sitecustomize.py").write_text(STARTED)
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    torchrun = ["torch.distributed.run", "--nnodes=2", "--max-restarts=1", "--master-addr=127.0.0.1"]
+    train = ["amplab", "train", f"--steps={STEPS}", "--hidden=16", f"--log={tmp_path / 'run.jsonl'}"]
+    settings = {"PYTHONPATH": f"{tmp_path}", "AMPLAB_KERNELS": "reference", "OMP_NUM_THREADS": "1"}
+    options = {"stderr": subprocess.STDOUT, "env": os.environ | settings}
+    with ExitStack() as ends:
+        nodes = []
+        for rank in range(2):
+            words = ["-m", *torchrun, f"--master-port={port}", f"--node-rank={rank}", "-m", "--", *train]
+            said = ends.enter_context((tmp_path / f"{rank}.txt").open("w+"))
+            nodes.append(subprocess.Popen([sys.executable, *words], stdout=said, **options))
+            ends.callback(nodes[-1].wait)
+            ends.callback(nodes[-1].terminate)
+        codes = [node.wait(LIMIT) for node in nodes]
+    assert codes == [0, 0], [(tmp_path / f"{rank}.txt").read_text() for rank in range(2)]
+    run = load_run(tmp_path / "run")
+    assert [len(each.history) for each in run.ranks] == [STEPS, STEPS]
+    assert run.differences == ()
+    assert [change.field for change in run.history.changes] == ["start", "restart"]
+    assert sorted(each.name for each in tmp_path.glob("run*")) == ["run"]
 
 
 DIES = """

@@ -22,6 +22,7 @@ STEPS = 4
 OVERFLOW_AT = 1
 ELEMENTWISE = ("FusedSGD", "FusedAdam", "FusedAdamW", "FusedAdagrad", "FusedAdadelta", "FusedRMSprop")
 WHOLE_TENSORS = ("FusedLAMB", "FusedNovoGrad", "FusedAdamP")
+NO_POWERS = (0.0, -1.0, -float("inf"))
 
 
 def new_model():
@@ -122,6 +123,7 @@ def two_ranks(rank):
     for name in ELEMENTWISE:
         kind = getattr(optimizers, name)
         found[name] = equal(trained(rank, kind)[0], in_one_process(kind)[0])
+    found["no powers"] = {norm_type: clipped(rank, norm_type) for norm_type in NO_POWERS}
     found["refused"] = {
         name: refusal(lambda name=name: getattr(optimizers, name)(sharded().parameters(), lr=0.01))
         for name in WHOLE_TENSORS
@@ -284,6 +286,17 @@ def with_apex(rank):
     return weights(model), outcomes
 
 
+def clipped(rank, norm_type):
+    """Clip by a norm that a sum of powers over ranks is not; return what is raised, and whether gradients changed."""
+    model = sharded()
+    optimizer, scaler = torch.optim.SGD(model.parameters(), lr=0.01), new_scaler()
+    scaler.scale(loss_of(model, batch(0, rank))).backward()
+    before = [param.grad.to_local() / 1024.0 for param in model.parameters()]
+    with pytest.raises(ValueError, match="norm_type") as info:
+        scaler.unscale_and_clip_(optimizer, 1e-3, norm_type)
+    return str(info.value), equal([param.grad.to_local() for param in model.parameters()], before)
+
+
 def in_one_region():
     """A region around several steps: the weights that are gathered again, at the same address, are cast again."""
     torch.manual_seed(0)
@@ -402,6 +415,14 @@ def test_O1_skips_on_every_rank(found):
 
 def test_gathered_weights_are_cast_again(found):
     assert [each["in one region"] for each in found] == [[1.0] * 5] * 2
+
+
+@pytest.mark.parametrize("norm_type", NO_POWERS)
+def test_a_norm_that_shards_cannot_have_is_refused(found, norm_type):
+    for each in found:
+        said, unchanged = each["no powers"][norm_type]
+        assert said.startswith(f"norm_type={norm_type}: expected a number > 0")
+        assert unchanged
 
 
 @pytest.mark.parametrize("name", [*WHOLE_TENSORS, "max_grad_norm"])

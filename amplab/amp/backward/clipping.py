@@ -59,10 +59,13 @@ def clip_shards_by_norm_(params: Sequence[Tensor], max_norm: float, norm_type: f
     Args:
         params: DTensors and others; the gradients of the others count once.
         max_norm: > 0.
-        norm_type: ``p``; inf for the largest magnitude, which is inf if an element is NaN.
+        norm_type: ``p`` > 0; inf for the largest magnitude, which is inf if an element is NaN.
 
     Returns:
         ``()``, the norm before clipping, the same on every rank.
+
+    Raises:
+        ValueError: another ``norm_type``; the gradients are unchanged.
 
     Sync: none; one on the CPU.
 

@@ -325,7 +325,7 @@ class GradScaler(torch.amp.GradScaler):
             ``()``, the norm of the unscaled gradients before they were clipped.
 
         Raises:
-            As `unscale_`.
+            As `unscale_`. ValueError: a ``norm_type`` that is not > 0, for sharded gradients.
 
         Sync: none.
         """

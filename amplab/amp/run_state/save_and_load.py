@@ -46,6 +46,7 @@ from amplab.amp.run_state.optimizer_checks import optimizer_entry, optimizer_pro
 from amplab.amp.run_state.paths import given_path
 from amplab.amp.run_state.rng_state import capture_rng, restore_rng, rng_problems
 from amplab.amp.run_state.sharded_folder import (
+    difference_of_ranks,
     has_shards,
     is_run_folder,
     lost_shardings,
@@ -57,6 +58,7 @@ from amplab.amp.run_state.sharded_folder import (
     write_run_folder,
 )
 from amplab.policies.signals import DeferredSignals, is_interrupt
+from amplab.scalers import is_sharded
 
 __all__ = ["RunState", "load_run_state", "save_run_state"]
 
@@ -120,24 +122,9 @@ def save_run_state(
 
     Reference: "Saving/Resuming" in PyTorch's Automatic Mixed Precision recipe.
     """
-    path = given_path(path)
-    models, optimizers, session = _checked(model, optimizer, amp, scaler)
-    if scaler is not None and scaler.is_enabled() and scaler._per_optimizer_states:
-        raise RuntimeError("scaler is between unscale_() or step() and update(): call update() before saving.")
-    try:
-        generators = capture_rng()
-    except ValueError as error:
-        raise RunStateError(str(error)) from None
-    state = {
-        "models": [each.state_dict() for each in models],
-        "optimizers": [optimizer_entry(each) for each in optimizers],
-        "opt_level": None if session is None else session.opt_level,
-        "amp": None if session is None else session.state_dict() or None,
-        "scaler": None if scaler is None else scaler.state_dict() or None,
-        "rng": generators,
-        "position": position,
-        "extra": extra,
-    }
+    collect = partial(_collected, path, model, optimizer, amp, scaler)
+    path, state = on_every_rank(collect) if _hold_shards(model, optimizer) else collect()
+    state |= {"position": position, "extra": extra}
     if has_shards(state):
         write_run_folder(path, state)
     else:
@@ -173,16 +160,18 @@ def load_run_state(
 
     Raises:
         RunStateError: the file is truncated, damaged, altered, of another format, or of another run; the message has
-            the differences. Of an error while values are copied, which a module's own hook can raise, too.
+            the differences. Of an error while values are copied, which a module's own hook can raise, too. Of a
+            sharded run on every rank if one rank fails, or if the folder is not there on one.
         RuntimeError: ``amp`` before its ``initialize``; a tool runs the model now.
         TypeError: an argument of another type, or both ``amp`` and ``scaler``. ValueError: a path with NUL.
         OSError: there is no such file, which is a RunStateError, too; or it cannot be read.
 
     Sync: none.
     """
-    path = given_path(path)
-    models, optimizers, session = _checked(model, optimizer, amp, scaler)
-    _refuse_missing(path)
+    sharded = _hold_shards(model, optimizer)
+    check = partial(_checked, path, model, optimizer, amp, scaler)
+    path, models, optimizers, session = on_every_rank(check) if sharded else check()
+    _refuse_missing(path, on_any_rank=sharded)
     state, own, whole = _read(path, models, optimizers, scaler)
     notes = _left_out(state, models, optimizers, session, scaler)
     if whole:
@@ -271,8 +260,42 @@ def _restorer(model: Module) -> Callable[[], None]:
     return restore
 
 
-def _checked(model: Any, optimizer: Any, amp: Any, scaler: Any) -> tuple[list[Module], list[Optimizer], Session | None]:
-    models, optimizers = as_list(model), as_list(optimizer)
+def _hold_shards(model: Any, optimizer: Any) -> bool:
+    """Return whether models or optimizers hold DTensors: then every rank makes this call, and checks its own arguments.
+
+    What is of another type is left to `_checked`.
+    """
+    models = [each for each in as_list(model) if isinstance(each, Module)]
+    groups = [group for each in as_list(optimizer) if isinstance(each, Optimizer) for group in each.param_groups]
+    tensors = chain(
+        *(chain(each.parameters(), each.buffers()) for each in models), *(group["params"] for group in groups)
+    )
+    return any(map(is_sharded, tensors))
+
+
+def _collected(path: Any, model: Any, optimizer: Any, amp: Any, scaler: Any) -> tuple[Path, dict[str, Any]]:
+    """Return the path, and everything that is saved but the caller's own values."""
+    path, models, optimizers, session = _checked(path, model, optimizer, amp, scaler)
+    if scaler is not None and scaler.is_enabled() and scaler._per_optimizer_states:
+        raise RuntimeError("scaler is between unscale_() or step() and update(): call update() before saving.")
+    try:
+        generators = capture_rng()
+    except ValueError as error:
+        raise RunStateError(str(error)) from None
+    return path, {
+        "models": [each.state_dict() for each in models],
+        "optimizers": [optimizer_entry(each) for each in optimizers],
+        "opt_level": None if session is None else session.opt_level,
+        "amp": None if session is None else session.state_dict() or None,
+        "scaler": None if scaler is None else scaler.state_dict() or None,
+        "rng": generators,
+    }
+
+
+def _checked(
+    path: Any, model: Any, optimizer: Any, amp: Any, scaler: Any
+) -> tuple[Path, list[Module], list[Optimizer], Session | None]:
+    path, models, optimizers = given_path(path), as_list(model), as_list(optimizer)
     for name, kind, values in (("model", Module, models), ("optimizer", Optimizer, optimizers)):
         for value in values:
             if not isinstance(value, kind):
@@ -289,12 +312,23 @@ def _checked(model: Any, optimizer: Any, amp: Any, scaler: Any) -> tuple[list[Mo
     if session is not None:
         session.state_dict()  # raises before initialize
     refuse_models_of_tools(models)
-    return models, optimizers, session
+    return path, models, optimizers, session
 
 
-def _refuse_missing(path: Path) -> None:
-    """Raise if there is nothing at ``path``, nor a folder that a killed process left beside it."""
-    if path.exists() or is_run_folder(path):
+def _refuse_missing(path: Path, *, on_any_rank: bool) -> None:
+    """Raise if there is nothing at ``path``, nor a folder that a killed process left beside it.
+
+    Args:
+        path: of this rank.
+        on_any_rank: raise on every rank, too, if some see a folder there and others do not.
+    """
+    found = "a folder" if is_run_folder(path) else "a file" if path.exists() else "nothing"
+    if on_any_rank and (difference := difference_of_ranks(found)):
+        raise RunStateError(
+            f"{path} cannot be loaded, and nothing was loaded: {difference}. Save to a folder that every rank sees, or "
+            "copy the whole folder to each of their disks; on a network drive, load when all of them see it."
+        )
+    if found != "nothing":
         return
     here = "" if path.parent.exists() else f" The folder {path.parent} does not exist either."
     raise MissingRunState(

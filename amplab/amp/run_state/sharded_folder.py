@@ -15,7 +15,7 @@ import shutil
 import warnings
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -32,6 +32,7 @@ from amplab.policies.signals import DeferredSignals
 from amplab.scalers import is_sharded
 
 __all__ = [
+    "difference_of_ranks",
     "has_shards",
     "is_run_folder",
     "lost_shardings",
@@ -213,6 +214,19 @@ def on_every_rank(action: Callable[[], Value]) -> Value:
     return value
 
 
+def difference_of_ranks(found: str) -> str:
+    """Say which rank finds something else than rank 0; "" if none does. Every rank calls it with what it finds itself.
+
+    Sync: waits for every rank.
+    """
+    if not dist.is_initialized():
+        return ""
+    of_ranks = [found] * dist.get_world_size()
+    dist.all_gather_object(of_ranks, found)
+    other = next((rank for rank, theirs in enumerate(of_ranks) if theirs != of_ranks[0]), None)
+    return "" if other is None else f"rank 0 finds {of_ranks[0]} there, and rank {other} {of_ranks[other]}"
+
+
 @contextmanager
 def _errors_of_ranks(problem: str, remedy: str) -> Iterator[None]:
     """Raise a RunStateError for what torch.distributed.checkpoint collects from all ranks, and an interrupt as such."""
@@ -265,8 +279,11 @@ def _put_in_place(path: Path, partial: Path) -> None:
     if path.exists():  # else the previous folder is the only one
         _remove(_previous(path))
         path.rename(_previous(path))
-    os.replace(partial, path)
-    _remove(_previous(path))
+    with DeferredSignals():  # a load reads the previous folder when path is removed, so it must not stay there
+        os.replace(partial, path)
+        with suppress(FileNotFoundError):
+            _previous(path).rename(partial)
+    _remove(partial)
 
 
 def _remove(folder: Path) -> None:

@@ -2,14 +2,16 @@
 
 import os
 import shutil
+import signal
 from contextlib import nullcontext
 from functools import partial
 from unittest import mock
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import run_ranks
+from ranks import rank_outcomes, run_ranks
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 
@@ -143,6 +145,46 @@ def refused(folder):
         except (amp.RunStateError, OSError) as error:
             messages.append(f"{type(error).__name__}: {error}")
     return messages, equal(before, bits(model, optimizer, scaler)), (folder / "bad").exists()
+
+
+def refused_by_one(rank, folder):
+    """What rank 1 alone refuses before anything is exchanged; return what is raised, what is there, and what loads."""
+    model, optimizer, scaler = new_run("SGD")
+    run = {"model": model, "optimizer": optimizer, "scaler": scaler}
+    amp.save_run_state(folder / "run", **run, position=7)
+    own = folder / f"{rank}"
+    own.mkdir()
+    if rank == 1:
+        (own / "file").write_text("of the user")
+    else:
+        (own / "file").mkdir()
+        (own / "run").mkdir()
+    started = GradScaler("cpu")
+    started.scale(model(torch.ones(8, 8)).sum()).backward()
+    started.unscale_(optimizer)
+    if rank == 0:
+        started.update()
+    generator = np.random.get_bit_generator()
+    calls = {
+        "missing": lambda: amp.load_run_state(own / "run", **run),
+        "a file": lambda: amp.load_run_state(own / "file", **run),
+        "load": lambda: amp.load_run_state(folder / "run", **run, amp=None if rank == 0 else object()),
+        "path": lambda: amp.save_run_state(folder / ("new" if rank == 0 else "\0"), **run),
+        "scaler": lambda: amp.save_run_state(folder / "new", model=model, optimizer=optimizer, scaler=started),
+        "optimizer": lambda: amp.save_run_state(folder / "new", optimizer=optimizer, amp=rank or None),
+        "generator": lambda: amp.save_run_state(folder / "new", **run),
+    }
+    raised = {}
+    for name, call in calls.items():
+        if (name, rank) == ("generator", 1):
+            np.random.set_bit_generator(np.random.PCG64(0))
+        try:
+            call()
+        except (RuntimeError, TypeError, ValueError) as error:
+            raised[name] = type(error).__name__, str(error)
+    np.random.set_bit_generator(generator)
+    dist.barrier()
+    return raised, (folder / "new").exists(), amp.load_run_state(folder / "run", **run).position
 
 
 def averages(rank, folder):
@@ -304,6 +346,27 @@ def after_an_error_of_one_rank(rank, folder, error):
     return raised, amp.load_run_state(path, model=model).position
 
 
+def killed_in_the_removal(rank, folder):
+    """Save twice, and be killed when the folder of the first save is about to be removed."""
+    model, _, _ = new_run("SGD")
+    amp.save_run_state(folder / "run", model=model, position="older")
+    remove = shutil.rmtree
+
+    def kill(removed, **options):
+        if os.path.exists(removed):
+            os.kill(os.getpid(), signal.SIGKILL)
+        remove(removed, **options)
+
+    with mock.patch("shutil.rmtree", kill):
+        amp.save_run_state(folder / "run", model=model, position="newer")
+
+
+def saves_anew(rank, folder):
+    """Save; return what is there."""
+    amp.save_run_state(folder / "run", model=new_run("SGD")[0])
+    return sorted(each.name for each in folder.iterdir())
+
+
 def loads(rank, folder):
     return {name: loaded(folder, name, rank if rank < 2 else 0) for name in CASES}
 
@@ -343,6 +406,33 @@ def test_what_does_not_fit_is_refused_on_every_rank(saved):
         assert ("rank 1" in bad) == (rank == 0)
         assert unchanged
         assert not exists
+
+
+def test_what_one_rank_refuses_before_anything_is_exchanged_is_refused_on_every_rank(tmp_path):
+    (first, *kept), (second, *kept_by_second) = run_ranks(refused_by_one, tmp_path)
+    assert kept == kept_by_second == [False, 7]
+    for name, found in {"missing": "nothing", "a file": "a file"}.items():
+        for kind, said in (first[name], second[name]):
+            assert kind == "RunStateError"  # no FileNotFoundError, after which a program starts anew
+            assert f"rank 0 finds a folder there, and rank 1 {found}" in said
+    own = {"load": "TypeError", "path": "ValueError", "scaler": "RuntimeError", "optimizer": "TypeError"}
+    for name, kind in {**own, "generator": "RunStateError"}.items():
+        assert second[name][0] == kind
+        assert first[name] == (
+            "RunStateError",
+            f"Another rank failed, so nothing was done here. rank 1: {kind}: {second[name][1]}",
+        )
+
+
+def test_a_run_whose_removal_was_killed_is_not_continued(tmp_path):
+    (outcome,) = rank_outcomes(killed_in_the_removal, tmp_path, world_size=1)
+    assert outcome.exitcode == -signal.SIGKILL
+    model, _, _ = new_run("SGD")
+    assert amp.load_run_state(tmp_path / "run", model=model).position == "newer"
+    shutil.rmtree(tmp_path / "run")
+    with pytest.raises(FileNotFoundError):
+        amp.load_run_state(tmp_path / "run", model=model)
+    assert run_ranks(saves_anew, tmp_path, world_size=1) == [["run"]]
 
 
 def test_a_tensor_whose_sharding_no_load_would_know_is_refused_on_every_rank_before_anything_is_written(saved):
