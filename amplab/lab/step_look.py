@@ -1,10 +1,11 @@
-"""The doctor's rules on steps of a running loop: the first one, and one in every thousand. Nothing runs a second time.
+"""The doctor's rules on steps of a running loop: the first one, and one in every thousand.
 
     the loop     what happens to gradients from backward to step, by a `LoopRecorder`
     the values   of every op of a forward and a backward, by a `StepWatcher`; only in the body of ``w.batches(loader)``,
                  because its modes must begin and end outside of the loop's own blocks
 
-A step that overflows shows neither, so the next one is looked at. Notes are left to `amplab.doctor`.
+Nothing of the program runs a second time: no random number, collective or hook. A step that overflows shows neither, so
+the next one is looked at. Notes are left to `amplab.doctor`.
 """
 
 from __future__ import annotations

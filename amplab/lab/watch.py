@@ -751,6 +751,10 @@ def watch(
 ) -> Watch:
     """Return a watch for a ``with`` block around a training loop.
 
+    The loop computes what it computes without a watch. One difference is possible, in the first step and in one of a
+    thousand, whose ops are looked at: under any dispatch mode torch computes the gradients of ``prod``, and of
+    ``masked_fill`` with a tensor as its value, by another formula, whose last bits may differ.
+
     Args:
         model: the model, or a wrapper of it such as DataParallel or DDP.
         optimizer: one or several; a step of the first one is a step of the run.

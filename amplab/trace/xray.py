@@ -37,7 +37,7 @@ def xray(
     All state is restored: parameters, buffers, gradients, training flags, random states and hooks; what the modules'
     plain attributes refer to, and generators among these; an optimizer that `step` steps. Not restored: an object that
     forward changes in place (a list in an attribute, the elements of a tensor that is not a buffer), and everything
-    outside of the modules.
+    outside of the modules. Within a region of ``torch.autocast``, its cache of cast weights is empty after the call.
 
     The step runs in the given precision, or in the one in force: that of a model that `amp.initialize` has prepared, or
     of a region around the call (backward then runs in it as well). `XRay.precision` names it. `autocast=` opens a
