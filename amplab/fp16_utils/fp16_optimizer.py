@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from amplab.amp.apex.iteration_state import keep_of
 from amplab.amp.backward.gradients import SetAside, add_unscaled, set_aside
 from amplab.amp.backward.optimizer_params import params_of, replace_params
 from amplab.fp16_utils.loss_scaler import DynamicLossScaler, LossScaler
@@ -66,6 +67,13 @@ class FP16_Optimizer:
         self._masters.watch_model()
         self._unscaler = Unscaler()
         self._aside: list[SetAside] | None = None
+        keep_of(self, overflow=False, _aside=None)
+        keep_of(self._masters, "_watched", _are_ahead=False)
+        keep_of(self.loss_scaler, *vars(self.loss_scaler))
+
+    def pending_gradients(self) -> list[Tensor]:
+        """Return the masters; see `keep_of`."""
+        return [pair.master for pair in self._masters.pairs]
 
     def __getstate__(self) -> Any:
         raise RuntimeError("FP16_Optimizer should be serialized using state_dict().")

@@ -27,7 +27,7 @@ from amplab.amp.run_state.sharded_folder import on_every_rank
 from amplab.lab.checkpoints import Checkpoint, checkpoint_of_launch
 from amplab.lab.config import ExperimentConfig
 from amplab.lab.console import TrainSummary, train
-from amplab.lab.rank_exchange import RankExchange
+from amplab.lab.rank_exchange import RankExchange, RankLost
 from amplab.lab.run_log import launch_of, load_run, runs_directory
 from amplab.lab.run_log.ranks import rank_logs
 from amplab.parallel.ranks import Rank, this_rank
@@ -163,7 +163,8 @@ def _report(summary: TrainSummary, exchange: RankExchange) -> None:
         sys.stderr.write(f"amplab train: {said}\n")
     if summary.failure:
         return
-    exchange.meet()  # every log is closed
+    with suppress(RankLost):  # of an output that stands still, whose rank others wait for in vain
+        exchange.meet()  # every log is closed
     if exchange.place.rank == 0 and summary.log_path is not None:
         run = load_run(summary.log_path)
         sys.stdout.write("\n".join(["", *map(str, (run.rank_table(), *run.differences)), ""]))

@@ -7,6 +7,7 @@ from torch.nn import functional as F
 
 import amplab
 from amplab import amp
+from amplab.fp16_utils import FP16_Optimizer
 
 X, Y = torch.randn(3, 4, generator=torch.Generator().manual_seed(0)), torch.zeros(3, 2)
 
@@ -164,3 +165,35 @@ def test_a_forward_in_a_hook_of_the_step_leaves_the_weights_of_that_step(hook):
         optimizer.step()
         pairs = zip(model.parameters(), amp.master_params(optimizer), strict=True)
         assert all(torch.equal(half, master.half()) for half, master in pairs)
+
+
+@pytest.mark.parametrize("overflows", [True, False])
+def test_a_tool_between_backward_and_step_of_fp16_optimizer(overflows):
+    def trained(is_examined):
+        torch.manual_seed(0)
+        model = nn.Linear(4, 2).half()
+        optimizer = FP16_Optimizer(
+            torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9),
+            dynamic_loss_scale=True,
+            dynamic_loss_args={"init_scale": 256.0},
+            verbose=False,
+        )
+        other = torch.randn(3, 4).half() * (6e4 if overflows else 1)
+
+        def step():
+            loss = model(other).float().square().mean()
+            optimizer.backward(loss, retain_graph=True)
+            return loss
+
+        for number in range(4):
+            optimizer.zero_grad()
+            optimizer.backward(loss_of(lambda x: model(x.half())))
+            if is_examined and number == 2:
+                amplab.xray(model, step=step)
+            optimizer.step()
+        return [*model.parameters()], optimizer.loss_scale
+
+    found, scale = trained(True)
+    expected, expected_scale = trained(False)
+    assert scale == expected_scale
+    assert all(map(torch.equal, found, expected))
