@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from amplab.amp.apex.iteration_state import keep_of
+from amplab.amp.apex.iteration_state import keep_of, use
 from amplab.amp.backward.gradients import SetAside, add_unscaled, set_aside
 from amplab.amp.backward.optimizer_params import params_of, replace_params
 from amplab.fp16_utils.loss_scaler import DynamicLossScaler, LossScaler
@@ -68,8 +68,8 @@ class FP16_Optimizer:
         self._unscaler = Unscaler()
         self._aside: list[SetAside] | None = None
         keep_of(self, overflow=False, _aside=None)
-        keep_of(self._masters, "_watched", _are_ahead=False)
-        keep_of(self.loss_scaler, *vars(self.loss_scaler))
+        keep_of(self._masters, "_watched", user=self, _are_ahead=False)
+        keep_of(self.loss_scaler, *vars(self.loss_scaler), user=self)
 
     def pending_gradients(self) -> list[Tensor]:
         """Return the masters; see `keep_of`."""
@@ -209,6 +209,7 @@ class FP16_Optimizer:
 
     def _follow_edits(self) -> None:
         """Copy edits of the model since the start or `load_state_dict` to the masters; ignore later edits."""
+        use(self)
         self._masters.catch_up()
         self._masters.follow_edits()
         self._masters.stop_watching()

@@ -1,5 +1,7 @@
 """A tool between an overflow and the step that is skipped for it, and in a step, in apex's order of calls."""
 
+from concurrent.futures import ThreadPoolExecutor
+
 import pytest
 import torch
 from torch import nn
@@ -9,6 +11,7 @@ import amplab
 from amplab import amp
 from amplab.fp16_utils import FP16_Optimizer
 
+INF = float("inf")
 X, Y = torch.randn(3, 4, generator=torch.Generator().manual_seed(0)), torch.zeros(3, 2)
 
 
@@ -197,3 +200,30 @@ def test_a_tool_between_backward_and_step_of_fp16_optimizer(overflows):
     expected, expected_scale = trained(False)
     assert scale == expected_scale
     assert all(map(torch.equal, found, expected))
+
+
+@pytest.mark.filterwarnings("ignore:.*:UserWarning")
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_a_session_that_another_thread_trains_goes_on_during_a_tool(level):
+    def trained():
+        torch.manual_seed(0)
+        model, session = nn.Linear(4, 2), amp.Session()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        session.initialize(model, optimizer, opt_level=level, verbosity=0)
+        with session.casting():
+            for number in range(150):
+                optimizer.zero_grad()
+                loss = loss_of(model) * (INF if number % 8 == 1 else 1.0)
+                with session.scale_loss(loss, optimizer) as scaled_loss:
+                    scaled_loss.backward()
+                optimizer.step()
+        return [param.detach().clone() for param in model.parameters()], session.state_dict()
+
+    expected, expected_state = trained()
+    with ThreadPoolExecutor(1) as threads:
+        training = threads.submit(trained)
+        while not training.done():
+            amplab.gradient_range(nn.Linear(4, 2), X)
+    found, state = training.result()
+    assert all(map(torch.equal, found, expected))
+    assert state == expected_state

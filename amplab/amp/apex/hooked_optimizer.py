@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from amplab.amp.apex.iteration_state import keep_of
+from amplab.amp.apex.iteration_state import keep_of, use
 from amplab.amp.apex.model_weights import Uncast, set_values
 from amplab.amp.apex.optimizer_names import AmpStash, give_hooks, lend_names, take_names_back
 from amplab.amp.backward.gradients import (
@@ -126,7 +126,7 @@ class HookedOptimizer:
         self._steps = 0  # with gradients, skipped ones too; not those of a tool that runs on this rank alone
         self._in_closure, self._in_backward = False, False
         keep_of(self, "outcome", "_unscaled", "_steps", **_OUTSIDE)
-        keep_of(self.masters, "_watched", _are_ahead=False)
+        keep_of(self.masters, "_watched", user=self, _are_ahead=False)
         self._take_over(optimizer, uncast)
         if reducer is not None:
             reducer.prepare(self._own, self._halves())
@@ -256,6 +256,7 @@ class HookedOptimizer:
 
     def before_backward(self) -> list[Tensor]:
         """Prepare for a backward; return the parameters whose gradients it may write."""
+        use(self)
         self._forget_cleared_overflow()
         if not self._in_closure:
             self._end_step()
@@ -428,6 +429,7 @@ class HookedOptimizer:
     def _before_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         # torch runs no hook after a step that raises, so state that is valid during the step is tied to its frame.
         # torch runs the hooks again for super().step() of a subclass: those calls are part of the step that runs.
+        use(self)
         frame = sys._getframe(1)
         if self._step is not None and is_running(self._step.frame):
             return None

@@ -25,7 +25,7 @@ from torch.optim import Optimizer
 
 from amplab.amp.apex.hooked_optimizer import HookedOptimizer, await_shards
 from amplab.amp.apex.hooks import Hooks
-from amplab.amp.apex.iteration_state import keep_of
+from amplab.amp.apex.iteration_state import keep_of, use
 from amplab.amp.arguments import SMALLEST_SCALE, scale_value
 from amplab.amp.backward.gradients import ScaledBackward, bookkeeping
 from amplab.amp.backward.records import ScaleRecord
@@ -144,6 +144,7 @@ class LossScaler:
 
     def update(self, found_inf: bool) -> None:
         """Move the scale after one backward. apex counts backwards, not steps."""
+        use(self)
         self.state = self.rule.next(self.state, found_inf)
 
     def take_unchecked(self) -> Tensor | None:
@@ -459,6 +460,7 @@ class CollapseWatch:
 
         Sync: one after a skip, else none.
         """
+        use(self)
         if not record.skipped:
             self._skips = 0
             return
