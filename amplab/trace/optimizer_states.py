@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 from torch.utils._python_dispatch import _disable_current_modes
 
 from amplab.amp.apex.before_initialize import hooks_of
+from amplab.amp.apex.hooked_optimizer import halves_of
 from amplab.trace.as_found import Undo, rebind
 from amplab.trace.optimizer_hooks import observe_steps
 from amplab.trace.tensor_copies import TensorCopy, restore_all
@@ -53,7 +54,7 @@ class OptimizerState(NamedTuple):
 
     Attributes:
         optimizer: it.
-        stepped: the values of its parameters.
+        stepped: the values of its parameters; of masters those of the half parameters, too.
         slots: those of the other tensors in its state and settings.
         containers: restore the dicts and lists around them.
         hooks: its dicts of hooks, each with what it has.
@@ -70,7 +71,8 @@ class OptimizerState(NamedTuple):
     @classmethod
     def of(cls, optimizer: Optimizer) -> OptimizerState:
         """Copy what a step can change."""
-        stepped = [TensorCopy.of(parameter) for group in optimizer.param_groups for parameter in group["params"]]
+        parameters_of = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        stepped = [TensorCopy.of(parameter) for parameter in [*parameters_of, *halves_of(optimizer)]]
         found, containers = _contents([optimizer.state, optimizer.param_groups])
         parameters = {id(copy.tensor) for copy in stepped}
         slots = [TensorCopy.of(tensor) for tensor in found if id(tensor) not in parameters]

@@ -227,3 +227,46 @@ def test_a_session_that_another_thread_trains_goes_on_during_a_tool(level):
     found, state = training.result()
     assert all(map(torch.equal, found, expected))
     assert state == expected_state
+
+
+@pytest.mark.filterwarnings("ignore:.*:UserWarning")
+@pytest.mark.parametrize("level", ["O1", "O2"])
+@pytest.mark.parametrize("name", ["xray", "first_nonfinite", "gradient_range"])
+def test_a_second_model_that_the_step_trains_is_as_before(name, level):
+    """A loss that trains the discriminator."""
+    torch.manual_seed(0)
+    models = generator, discriminator = nn.Linear(4, 2), nn.Linear(2, 1)
+    optimizers = [torch.optim.SGD(each.parameters(), lr=0.1, momentum=0.9) for each in models]
+    amp.initialize([*models], optimizers, opt_level=level, verbosity=0)
+
+    def step():
+        optimizers[1].zero_grad()
+        loss = discriminator(generator(X).detach()).float().square().mean()
+        with amp.scale_loss(loss, optimizers[1]) as scaled_loss:
+            scaled_loss.backward()
+        optimizers[1].step()
+        return discriminator(generator(X)).float().mean()
+
+    step()
+    weights = [*discriminator.parameters(), *amp.master_params(optimizers[1])]
+    before = [each.detach().clone() for each in weights]
+    getattr(amplab, name)(generator, step=step)
+    assert all(map(torch.equal, weights, before))
+
+
+@pytest.mark.filterwarnings("ignore:.*:UserWarning")
+@pytest.mark.parametrize("level", ["O1", "O2"])
+@pytest.mark.parametrize("name", TOOLS)
+def test_gradients_in_flat_buffers_wait_for_their_step(name, level):
+    torch.manual_seed(0)
+    model = nn.Linear(4, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model, optimizer = amp.initialize(model, optimizer, opt_level=level, verbosity=0, combine_grad=True)
+    iteration(model, optimizer)
+    optimizer.step()
+    iteration(model, optimizer, 3.0)
+    grads = [each.grad for each in amp.master_params(optimizer)]
+    before = [each.clone() for each in grads]
+    TOOLS[name](model, optimizer, whole)
+    assert all(each.grad is grad for each, grad in zip(amp.master_params(optimizer), grads, strict=True))
+    assert all(map(torch.equal, grads, before))

@@ -43,7 +43,7 @@ from amplab.parallel.shards import RankGroup, agree_on_found_inf, rank_groups
 from amplab.policies.casting.thread_scopes import is_running, resume_casts, suspend_casts
 from amplab.scalers import CombinedUnscaler, FlatGrads, MasterWeights, Unscaler, is_sharded, local_shard
 
-__all__ = ["HookedOptimizer", "await_shards"]
+__all__ = ["HookedOptimizer", "await_shards", "halves_of"]
 
 _NO_STEP_YET = StepOutcome(False, "no step since initialize")
 _STEPPED = StepOutcome(True, "parameters updated")
@@ -61,6 +61,12 @@ _OUTSIDE = {
     "_in_backward": False,
 }
 """What a `HookedOptimizer` has noted outside of an iteration; a tool that runs a step meanwhile finds this."""
+
+
+def halves_of(optimizer: Optimizer) -> list[Tensor]:
+    """Return the half parameters of the models whose masters a session lets ``optimizer`` step. Sync: none."""
+    owners = [getattr(hook, "__self__", None) for hook in optimizer._optimizer_step_post_hooks.values()]
+    return [pair.model for each in owners if isinstance(each, HookedOptimizer) for pair in each.masters.pairs]
 
 
 class _Overflow(NamedTuple):

@@ -22,7 +22,8 @@ _THREADS: weakref.WeakKeyDictionary[object, int] = weakref.WeakKeyDictionary()
 def keep_of(owner: object, *names: str, user: object = None, **outside: Any) -> None:
     """Let `iterations_kept` restore attributes of ``owner``, which is held weakly.
 
-    Its method ``pending_gradients``, if it has one, returns tensors outside of a model whose gradients wait for a step.
+    Its method ``pending_gradients``, if it has one, returns tensors outside of a model whose gradients wait for a step;
+    its ``buffers`` are memory of gradients, also of those of a model.
 
     Args:
         owner: has the attributes.
@@ -54,6 +55,7 @@ def iterations_kept() -> Iterator[None]:
     ]
     waiting = [tensor for owner, _, _ in owners for tensor in getattr(owner, "pending_gradients", list)()]
     grads = [(tensor, tensor.grad) for tensor in waiting]
+    buffers = [(each, each.clone()) for owner, _, _ in owners for each in getattr(owner, "buffers", ())]
     try:
         for tensor in waiting:
             tensor.grad = None
@@ -63,6 +65,8 @@ def iterations_kept() -> Iterator[None]:
     finally:
         for tensor, grad in grads:
             tensor.grad = grad
+        for buffer, values in buffers:
+            buffer.copy_(values)
         for owner, noted, values in owners:
             if _is_own(noted):  # not if another thread has begun with it
                 vars(owner).update(values)
