@@ -17,6 +17,7 @@ from amplab.amp.apex.before_initialize import hooks_of
 from amplab.amp.apex.hooked_optimizer import halves_of
 from amplab.trace.as_found import Undo, rebind
 from amplab.trace.optimizer_hooks import observe_steps
+from amplab.trace.random_states import restorers
 from amplab.trace.tensor_copies import TensorCopy, restore_all
 
 __all__ = ["OptimizerState", "unchanged_optimizers"]
@@ -56,7 +57,7 @@ class OptimizerState(NamedTuple):
         optimizer: it.
         stepped: the values of its parameters; of masters those of the half parameters, too.
         slots: those of the other tensors in its state and settings.
-        containers: restore the dicts and lists around them.
+        containers: restore the dicts and lists around them, and random generators of its own.
         hooks: its dicts of hooks, each with what it has.
         attributes: its own, such as a count of steps, or what a scheduler of torch's has put there.
     """
@@ -74,6 +75,7 @@ class OptimizerState(NamedTuple):
         parameters_of = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         stepped = [TensorCopy.of(parameter) for parameter in [*parameters_of, *halves_of(optimizer)]]
         found, containers = _contents([optimizer.state, optimizer.param_groups])
+        containers += restorers(vars(optimizer).values())
         parameters = {id(copy.tensor) for copy in stepped}
         slots = [TensorCopy.of(tensor) for tensor in found if id(tensor) not in parameters]
         hooks = [(each, dict(each)) for each in hooks_of(optimizer)]

@@ -2,6 +2,7 @@
 
 import contextlib
 import copy
+import random
 import subprocess
 import sys
 import threading
@@ -351,3 +352,25 @@ def test_the_doctor_restores_every_scheduler_and_all_other_state():
     assert (plateau.state_dict(), chained.state_dict()) == before
     assert average.values == {}
     assert len(optimizer._optimizer_step_pre_hooks) == 1
+
+
+@pytest.mark.parametrize("make", [lambda: torch.Generator().manual_seed(1), lambda: random.Random(1)])
+def test_a_generator_of_an_optimizer_is_as_before(make):
+    class Rounds(torch.optim.SGD):
+        def step(self, closure=None):
+            draw(self.own)
+            return super().step(closure)
+
+    def draw(own):
+        return torch.rand(1, generator=own).item() if isinstance(own, torch.Generator) else own.random()
+
+    model = nn.Linear(2, 2)
+    optimizer = Rounds(model.parameters(), lr=0.1)
+    optimizer.own = make()
+
+    def step():
+        optimizer.step()
+        return model(torch.ones(1, 2)).sum()
+
+    amplab.xray(model, step=step)
+    assert draw(optimizer.own) == draw(make())
