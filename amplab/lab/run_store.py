@@ -54,6 +54,7 @@ class RunStore:
         budget: Which of its skipped steps to explain.
         found: (step, finding) of the latest steps that ran again.
         examined: (step, finding) of the latest examination of a step.
+        run: What tells the run from others; one that begins again without a step has the same.
     """
 
     def __init__(
@@ -69,6 +70,7 @@ class RunStore:
             self.history.keep_changes(start_change(config))
         self._config = config
         self.seconds = 0.0
+        self.run = object()
         self.budget = ExplanationBudget()
         self.found: deque[tuple[int, Finding]] = deque(maxlen=LOOK_BACK)
         self.examined: tuple[tuple[int, Finding], ...] = ()
