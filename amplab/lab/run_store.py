@@ -114,6 +114,14 @@ class RunStore:
         """Whether the log holds every step; False without a log, and while its disk is full."""
         return self._path is not None and (self._log is None or self._log.waiting == 0)
 
+    def check_log(self) -> None:
+        """Raise an OSError unless the log is at `log_path`: it may be moved, and another file have its name."""
+        log = self._closed if self._log is None else self._log.closed
+        if self._path is None or log is None or not self._path.is_file():
+            raise FileNotFoundError(f"its log is not at {self._path} any more: it was moved or deleted")
+        if not log.is_at(self._path):
+            raise FileExistsError(f"its log is not at {self._path} any more: another file has its name now")
+
     @property
     def rank(self) -> int | None:
         """The rank of this process; None if it trains alone."""
