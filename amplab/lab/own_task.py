@@ -32,6 +32,7 @@ from torch.optim import Optimizer
 from amplab.diagnose.trial import check_called_with, check_optimizer, check_step_of_copies, check_trained
 from amplab.lab.batches import Batches, check_data
 from amplab.lab.config import OWN
+from amplab.lab.data_generators import DataGenerators
 from amplab.lab.models import MODELS, ModelChoice
 from amplab.lab.tasks import OWN_TASK, TASKS, MakeOptimizer, Score, Task, TaskChoice, TaskLoss
 from amplab.lab.tasks.task import drawing_alone
@@ -59,6 +60,7 @@ class OwnCode:
         losses: (model's name, loss, step) of each loss; the name is "" if one optimizer trains everything.
         optimizers: What makes the optimizer of each model of `losses`; None for Adam.
         evaluate: The held-out score of a model.
+        generators: The random generators of the data, for all runs.
     """
 
     make_model: Callable[[], nn.Module]
@@ -67,6 +69,7 @@ class OwnCode:
     losses: tuple[tuple[str, Loss | None, Loss | None], ...]
     optimizers: dict[str, MakeOptimizer | Optimizer | None] = field(default_factory=dict)
     evaluate: Callable[[Any], float] | None = None
+    generators: DataGenerators = field(default_factory=DataGenerators)
 
     @property
     def trained(self) -> list[str]:
@@ -85,7 +88,7 @@ class OwnTask(Task):
     def __init__(self, name: str, code: OwnCode, score: Score | None, seed: int) -> None:
         self.name, self.seed, self.score = name, seed, score
         self._code = code
-        self._batches = Batches(code.data, seed)
+        self._batches = Batches(code.data, seed, code.generators)
         places = {model: place for place, model in enumerate(code.trained)}
         self.losses = tuple(
             TaskLoss(_name_of_loss(model, number, code), _loss_of(loss, step), places[model])
@@ -96,6 +99,15 @@ class OwnTask(Task):
     def batch(self, step: int, batch_size: int) -> Any:  # noqa: ARG002  the data have batches already
         """Return the batch of a step."""
         return self._batches.batch(step)
+
+    def epoch_of(self, step: int) -> tuple[int, ...]:
+        """Return the first step and the number of the epoch of a batch."""
+        return self._batches.epoch_of(step)
+
+    def know_epoch(self, *epoch: int) -> None:
+        """Take over what `epoch_of` returned in another process."""
+        if epoch:
+            self._batches.know_epoch(*epoch)
 
     def optimizers(self, model: nn.Module, make: MakeOptimizer | None) -> list[Optimizer]:
         """Return an optimizer for each model that has one of its own."""
