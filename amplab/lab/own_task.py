@@ -23,6 +23,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
+from weakref import ReferenceType, ref
 
 import numpy as np
 import torch
@@ -175,7 +176,9 @@ def register_own(
     """
     check_data(data)
     code = _checked(model, data, loss, step, optimizer, evaluate)
+    earlier = _weights_of_one(code)
     first = code.make_model()
+    _check_fresh(first, earlier)
     check_devices({each.device.type for each in first.parameters()})
     for number in itertools.count(1):
         name = OWN if number == 1 else f"{OWN}-{number}"
@@ -232,16 +235,8 @@ def _checked(model: Any, data: Any, loss: Any, step: Any, optimizer: Any, evalua
     if evaluate is not None:
         check_called_with("evaluate", evaluate, 1, "lambda model: accuracy(model, images, labels)")
     make, kept, makers = _model_maker(model, makers, has_instances=bool(instances))
-    code = OwnCode(
-        make,
-        kept,
-        data,
-        tuple((name, loss, each) for name, functions in steps.items() for each in functions),
-        makers,
-        evaluate,
-    )
-    _check_names(code, make())
-    return code
+    losses = tuple((name, loss, each) for name, functions in steps.items() for each in functions)
+    return OwnCode(make, kept, data, losses, makers, evaluate)
 
 
 def check_devices(kinds: Set[str]) -> None:
@@ -311,6 +306,25 @@ def _check_names(code: OwnCode, model: nn.Module) -> None:
             "several models without step=: expected a function that runs them and returns the loss, "
             "step=lambda models, batch: …, or a dict of them by model."
         )
+
+
+def _weights_of_one(code: OwnCode) -> list[ReferenceType[Tensor]]:
+    """Make a model, check the names by it, and return its parameters; the references do not keep it in memory."""
+    model = code.make_model()
+    _check_names(code, model)
+    return [ref(each) for each in model.parameters()]
+
+
+def _check_fresh(model: nn.Module, earlier: Sequence[ReferenceType[Tensor]]) -> None:
+    """Raise a ValueError if a model has parameters of one that was made earlier."""
+    known = {id(weight) for each in earlier if (weight := each()) is not None}
+    for name, weight in model.named_parameters():
+        if id(weight) in known:
+            raise ValueError(
+                f"model=a function that returns the same {name} twice, and Reset and Compare need fresh ones; expected "
+                "a new model from every call, such as lambda: Net(); to start from trained weights, pass the model "
+                "itself, model=net."
+            )
 
 
 @drawing_alone

@@ -88,6 +88,9 @@ class Tagger(nn.Module):
         return self.out(self.gru(self.words(ids))[0]).transpose(1, 2)
 
 
+ONE = Tagger()
+
+
 class TwoInputs(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -456,6 +459,8 @@ def test_a_log_of_it_opens_in_a_process_that_does_not_have_the_code(tmp_path):
         ({"model": {"A": Tagger()}, "step": {"B": lambda models, batch: models}}, "'B'"),
         ({"evaluate": 0.5}, "evaluate=float"),
         ({"model": nn.ReLU()}, "nothing to train"),
+        ({"model": lambda: ONE}, r"the same \S+ twice, and Reset and Compare need fresh ones"),
+        ({"model": lambda: [Tagger(), ONE], "step": lambda models, batch: 0}, r"same Tagger1\S+ twice"),
         ({"model": 3}, "int"),
     ],
 )
