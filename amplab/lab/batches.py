@@ -1,16 +1,17 @@
 """Batches of any iterable as a function of the step: `Batches(loader, seed).batch(7)` is the same batch every time.
 
 An epoch is one pass over the iterable, begun with random states that depend on the seed and the epoch alone, so that a
-loader that shuffles gives the same order after a reset. The states of the process are restored after each batch. The
-latest batches are kept; an older one is found by a second pass, so no data set is held in memory.
+loader that shuffles gives the same order after a reset. The states of the process are restored after each batch, and
+so are those of generators that the data have themselves; see `data_generators`. The latest batches are kept; an older
+one is found by a second pass, so no data set is held in memory.
 """
 
 from __future__ import annotations
 
 import copy
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator, Mapping, Sized
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sized
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,6 +19,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from amplab.amp.run_state.rng_state import capture_rng, restore_rng
+from amplab.lab.data_generators import DataGenerators
 from amplab.policies.nested_tensors import map_tensors, tensors_in
 from amplab.trace.random_states import random_states_kept, seed_all
 
@@ -61,14 +63,18 @@ class _Pass:
     Attributes:
         iterator: What is left of the epoch.
         epoch: Its number.
+        start: Its first step.
         next: The step whose batch comes next.
         random: The random states in which the iterator goes on.
+        own: Restore the states of the generators of the data in which it goes on.
     """
 
     iterator: Iterator[Any]
     epoch: int
+    start: int
     next: int
     random: dict[str, Any]
+    own: tuple[Callable[[], object], ...]
 
 
 class Batches:
@@ -77,6 +83,7 @@ class Batches:
     Args:
         data: An iterable of batches, or a function that returns one; see `check_data`.
         seed: Of the random numbers that the data draw.
+        generators: Those of the data, if others read the data too.
 
     >>> import torch
     >>> batches = Batches([torch.tensor(0), torch.tensor(1), torch.tensor(2)], seed=0)
@@ -84,14 +91,12 @@ class Batches:
     [0, 1, 2, 1]
     """
 
-    def __init__(self, data: Any, seed: int) -> None:
-        self._data, self._seed = data, seed
-        self._starts = [0]  # the first step of each epoch, as far as known
-        self._length = _length(data)
+    def __init__(self, data: Any, seed: int, generators: DataGenerators | None = None) -> None:
+        self._data, self._seed, self._generators = data, seed, generators or DataGenerators()
+        self._starts = [(0, 0)]  # the first step of an epoch, and the epoch, as far as known
+        self._length = _length(data)  # 0 as well once an epoch has had another one
         self._passes: list[_Pass] = []  # the one behind the run, and one for older batches
         self._kept: OrderedDict[int, Any] = OrderedDict()
-        # Such a loader has one iterator, which begins again for every pass.
-        self._has_one_pass = isinstance(data, DataLoader) and data.persistent_workers
 
     def batch(self, step: int) -> Any:
         """Return a copy of the batch of a step: a forward may write into it.
@@ -104,48 +109,75 @@ class Batches:
         self._kept.move_to_end(step)
         return _copied(self._kept[step])
 
+    def epoch_of(self, step: int) -> tuple[int, int]:
+        """Return the first step and the number of the epoch of a step, or of the last one before it that is known."""
+        return self._starts[bisect_right(self._starts, step, key=lambda start: start[0]) - 1]
+
+    def know_epoch(self, start: int, epoch: int) -> None:
+        """Take over what `epoch_of` returned for another run: a later step is found without the epochs before."""
+        place = bisect_left(self._starts, (start, epoch))
+        if self._starts[place : place + 1] != [(start, epoch)]:
+            self._starts.insert(place, (start, epoch))
+        if start != epoch * self._length:
+            self._length = 0
+
     def _read_up_to(self, step: int) -> None:
         behind = [each for each in self._passes if each.next <= step]
         chosen = max(behind, key=lambda each: each.next, default=None)
-        while self._length and self._starts[-1] + self._length <= step and chosen is None:
-            self._starts.append(self._starts[-1] + self._length)
-        epoch = bisect_right(self._starts, step) - 1
-        if chosen is None or chosen.next < self._starts[epoch]:
-            chosen = self._begin(epoch)
-            self._passes = [chosen] if self._has_one_pass else [*self._passes[-1:], chosen]
+        start, epoch = self.epoch_of(step)
+        if self._length and chosen is None:
+            epoch = step // self._length
+            start = epoch * self._length
+            self.know_epoch(start, epoch)
+        if chosen is None or chosen.next < start:
+            chosen = self._begin(epoch, start)
+            self._passes = [*self._passes[-1:], chosen]
         while chosen.next <= step:
-            self._read(chosen)
+            chosen = self._read(chosen)
 
-    def _read(self, current: _Pass) -> None:
-        """Read one batch, of the next epoch if this one is over."""
-        with random_states_kept(()):
+    def _read(self, current: _Pass) -> _Pass:
+        """Read one batch and return the pass; after the end of the epoch that of the next one, without a batch."""
+        with random_states_kept(()), self._generators.kept():
             restore_rng(current.random)
+            for restore in current.own:
+                restore()
             batch = next(current.iterator, _OVER)
-            current.random = capture_rng()
+            current.random, current.own = capture_rng(), self._generators.states()
         if batch is _OVER:
-            self._end(current)
-        else:
-            self._keep(current.next, batch)
-            current.next += 1
+            return self._end(current)
+        self._keep(current.next, batch)
+        current.next += 1
+        return current
 
-    def _end(self, current: _Pass) -> None:
-        if current.next == self._starts[current.epoch]:
+    def _end(self, current: _Pass) -> _Pass:
+        if current.next == current.start:
             raise ValueError(f"data={type(self._data).__name__}: it yields no batch; {_SUCH}.")
-        if current.epoch + 1 == len(self._starts):
-            self._starts.append(current.next)
-        following = self._begin(current.epoch + 1)
-        current.iterator, current.epoch, current.random = following.iterator, following.epoch, following.random
+        self.know_epoch(current.next, current.epoch + 1)
+        following = self._begin(current.epoch + 1, current.next)
+        self._passes = [following if each is current else each for each in self._passes]
+        return following
 
-    def _begin(self, epoch: int) -> _Pass:
-        with random_states_kept(()):
-            seed_all((self._seed * 1_000_003 + epoch + 1) % 2**63)
-            iterator = iter(self._data() if _is_function(self._data) else self._data)
-            return _Pass(iterator, epoch, self._starts[epoch], capture_rng())
+    def _begin(self, epoch: int, start: int) -> _Pass:
+        seed = (self._seed * 1_000_003 + epoch + 1) % 2**63
+        with random_states_kept(()), self._generators.kept():
+            seed_all(seed)
+            data = self._data() if _is_function(self._data) else self._data
+            self._generators.begin(data, epoch, seed)
+            iterator = iter(_with_new_workers(data))
+            return _Pass(iterator, epoch, start, start, capture_rng(), self._generators.states())
 
     def _keep(self, step: int, batch: Any) -> None:
         self._kept[step] = batch
         while len(self._kept) > 2 and (len(self._kept) > KEPT or _bytes(self._kept.values()) > KEPT_BYTES):
             self._kept.popitem(last=False)
+
+
+def _with_new_workers(data: Any) -> Any:
+    """Return the data; a loader whose workers stay, and go on with their random states, as one that starts others."""
+    if isinstance(data, DataLoader) and data.persistent_workers:
+        data = copy.copy(data)
+        vars(data)["persistent_workers"] = False  # a loader lets no one set it
+    return data
 
 
 def _length(data: Any) -> int:

@@ -315,6 +315,7 @@ class Experiment:
         here = {
             "config": str(self._config),
             "armed": sorted(self.armed),
+            "epoch": list(self._task.epoch_of(self._batch_in_data(self._step))),
             "seconds": 0.0 if self._began is None else time.perf_counter() - self._began,
         }
         save_run_state(
@@ -345,6 +346,7 @@ class Experiment:
                 path, model=experiment._model, optimizer=experiment._optimizers, amp=experiment._session
             )
         experiment._step, experiment._measure_memory_until = state.position, state.position + 2
+        experiment._task.know_epoch(*extra.get("epoch", ()))  # an older checkpoint has none
         experiment._began = time.perf_counter() - extra["seconds"]
         experiment._loss_scale = experiment._lowest_scale()
         for fault in extra["armed"]:

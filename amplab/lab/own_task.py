@@ -23,6 +23,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
+from weakref import ReferenceType, ref
 
 import numpy as np
 import torch
@@ -32,6 +33,7 @@ from torch.optim import Optimizer
 from amplab.diagnose.trial import check_called_with, check_optimizer, check_step_of_copies, check_trained
 from amplab.lab.batches import Batches, check_data
 from amplab.lab.config import OWN
+from amplab.lab.data_generators import DataGenerators
 from amplab.lab.models import MODELS, ModelChoice
 from amplab.lab.tasks import OWN_TASK, TASKS, MakeOptimizer, Score, Task, TaskChoice, TaskLoss
 from amplab.lab.tasks.task import drawing_alone
@@ -59,6 +61,7 @@ class OwnCode:
         losses: (model's name, loss, step) of each loss; the name is "" if one optimizer trains everything.
         optimizers: What makes the optimizer of each model of `losses`; None for Adam.
         evaluate: The held-out score of a model.
+        generators: The random generators of the data, for all runs.
     """
 
     make_model: Callable[[], nn.Module]
@@ -67,6 +70,7 @@ class OwnCode:
     losses: tuple[tuple[str, Loss | None, Loss | None], ...]
     optimizers: dict[str, MakeOptimizer | Optimizer | None] = field(default_factory=dict)
     evaluate: Callable[[Any], float] | None = None
+    generators: DataGenerators = field(default_factory=DataGenerators)
 
     @property
     def trained(self) -> list[str]:
@@ -85,7 +89,7 @@ class OwnTask(Task):
     def __init__(self, name: str, code: OwnCode, score: Score | None, seed: int) -> None:
         self.name, self.seed, self.score = name, seed, score
         self._code = code
-        self._batches = Batches(code.data, seed)
+        self._batches = Batches(code.data, seed, code.generators)
         places = {model: place for place, model in enumerate(code.trained)}
         self.losses = tuple(
             TaskLoss(_name_of_loss(model, number, code), _loss_of(loss, step), places[model])
@@ -96,6 +100,15 @@ class OwnTask(Task):
     def batch(self, step: int, batch_size: int) -> Any:  # noqa: ARG002  the data have batches already
         """Return the batch of a step."""
         return self._batches.batch(step)
+
+    def epoch_of(self, step: int) -> tuple[int, ...]:
+        """Return the first step and the number of the epoch of a batch."""
+        return self._batches.epoch_of(step)
+
+    def know_epoch(self, *epoch: int) -> None:
+        """Take over what `epoch_of` returned in another process."""
+        if epoch:
+            self._batches.know_epoch(*epoch)
 
     def optimizers(self, model: nn.Module, make: MakeOptimizer | None) -> list[Optimizer]:
         """Return an optimizer for each model that has one of its own."""
@@ -163,7 +176,9 @@ def register_own(
     """
     check_data(data)
     code = _checked(model, data, loss, step, optimizer, evaluate)
+    earlier = _weights_of_one(code)
     first = code.make_model()
+    _check_fresh(first, earlier)
     check_devices({each.device.type for each in first.parameters()})
     for number in itertools.count(1):
         name = OWN if number == 1 else f"{OWN}-{number}"
@@ -220,16 +235,8 @@ def _checked(model: Any, data: Any, loss: Any, step: Any, optimizer: Any, evalua
     if evaluate is not None:
         check_called_with("evaluate", evaluate, 1, "lambda model: accuracy(model, images, labels)")
     make, kept, makers = _model_maker(model, makers, has_instances=bool(instances))
-    code = OwnCode(
-        make,
-        kept,
-        data,
-        tuple((name, loss, each) for name, functions in steps.items() for each in functions),
-        makers,
-        evaluate,
-    )
-    _check_names(code, make())
-    return code
+    losses = tuple((name, loss, each) for name, functions in steps.items() for each in functions)
+    return OwnCode(make, kept, data, losses, makers, evaluate)
 
 
 def check_devices(kinds: Set[str]) -> None:
@@ -299,6 +306,25 @@ def _check_names(code: OwnCode, model: nn.Module) -> None:
             "several models without step=: expected a function that runs them and returns the loss, "
             "step=lambda models, batch: …, or a dict of them by model."
         )
+
+
+def _weights_of_one(code: OwnCode) -> list[ReferenceType[Tensor]]:
+    """Make a model, check the names by it, and return its parameters; the references do not keep it in memory."""
+    model = code.make_model()
+    _check_names(code, model)
+    return [ref(each) for each in model.parameters()]
+
+
+def _check_fresh(model: nn.Module, earlier: Sequence[ReferenceType[Tensor]]) -> None:
+    """Raise a ValueError if a model has parameters of one that was made earlier."""
+    known = {id(weight) for each in earlier if (weight := each()) is not None}
+    for name, weight in model.named_parameters():
+        if id(weight) in known:
+            raise ValueError(
+                f"model=a function that returns the same {name} twice, and Reset and Compare need fresh ones; expected "
+                "a new model from every call, such as lambda: Net(); to start from trained weights, pass the model "
+                "itself, model=net."
+            )
 
 
 @drawing_alone

@@ -56,8 +56,7 @@ class RunSaver:
                 if self._exchange.place.rank:
                     return
             if store.is_on_disk:
-                if not log.is_file():
-                    raise FileNotFoundError(f"its log is not at {log} any more: it was moved or deleted")
+                store.check_log()
                 checkpoints.write(experiment)
                 self._tell(checkpoints.path, None)
         except RankLost:

@@ -54,6 +54,7 @@ class RunStore:
         budget: Which of its skipped steps to explain.
         found: (step, finding) of the latest steps that ran again.
         examined: (step, finding) of the latest examination of a step.
+        run: What tells the run from others; one that begins again without a step has the same.
     """
 
     def __init__(
@@ -69,6 +70,7 @@ class RunStore:
             self.history.keep_changes(start_change(config))
         self._config = config
         self.seconds = 0.0
+        self.run = object()
         self.budget = ExplanationBudget()
         self.found: deque[tuple[int, Finding]] = deque(maxlen=LOOK_BACK)
         self.examined: tuple[tuple[int, Finding], ...] = ()
@@ -111,6 +113,14 @@ class RunStore:
     def is_on_disk(self) -> bool:
         """Whether the log holds every step; False without a log, and while its disk is full."""
         return self._path is not None and (self._log is None or self._log.waiting == 0)
+
+    def check_log(self) -> None:
+        """Raise an OSError unless the log is at `log_path`: it may be moved, and another file have its name."""
+        log = self._closed if self._log is None else self._log.closed
+        if self._path is None or log is None or not self._path.is_file():
+            raise FileNotFoundError(f"its log is not at {self._path} any more: it was moved or deleted")
+        if not log.is_at(self._path):
+            raise FileExistsError(f"its log is not at {self._path} any more: another file has its name now")
 
     @property
     def rank(self) -> int | None:

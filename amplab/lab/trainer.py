@@ -733,47 +733,61 @@ class Trainer:
             self._worker.post(make)
             self._queued_changes += 1
 
-    def _with_changed(self, fields: Mapping[str, object], act: Callable[[ExperimentConfig], object]) -> None:
+    def _with_changed(self, fields: Mapping[str, object], act: Callable[[ExperimentConfig], bool]) -> bool:
         """Act with fields of the config in effect changed: an undo before it in the queue may have changed others."""
         try:
             config = self.config.changed(**fields)
         except ValueError as error:
             self._publisher.publish(Failed(f"The change is not possible any more: {error}", attempted=True))
-            return
-        act(config)
+            return False
+        return act(config)
 
-    def _switch(self, config: ExperimentConfig, *, is_undo: bool = False) -> None:
+    def _switch(self, config: ExperimentConfig, *, is_undo: bool = False) -> bool:
+        """Change the config of the present run; return whether it is in effect."""
         previous, step = self.config, len(self.history)
         if config == previous:
-            return
+            return True
         try:
             self._experiment.switch(config)
         except BaseException:  # noqa: BLE001 - as an optimizer of one's own that cannot be built; the run goes on
             text = f"{_in_words(previous, config)}: not possible; the run is not changed.\n{traceback.format_exc()}"
             self._publisher.publish(Failed(text, attempted=True))
-            return
+            return False
         if not is_undo:
-            self._changes.record(_in_words(previous, config), partial(self._switch, previous, is_undo=True))
+            values = {name: getattr(previous, name) for name in FIELDS}
+            fields = {name: value for name, value in values.items() if value != getattr(config, name)}
+            take_back = partial(self._with_changed, fields, partial(self._switch, is_undo=True))
+            self._changes.record(_in_words(previous, config), take_back, self._while_present())
         self._explainer.examine_next()
         self._store.change(config, previous, step=step)
         self._publisher.publish(ConfigChanged(config, previous, step))
         self._save_change()
+        return True
 
-    def _rebuild(self, config: ExperimentConfig, name: str | None = None, *, is_undo: bool = False) -> None:
+    def _while_present(self) -> Callable[[], bool]:
+        """Return a function that says whether the run that is present now is the present one; it holds no weights."""
+        run = self._store.run
+        return lambda: self._store.run is run
+
+    def _rebuild(self, config: ExperimentConfig, name: str | None = None, *, undone: object = None) -> bool:
+        """Begin a run in place of the present one, or again the run `undone`, which had no step; return whether."""
         previous, steps = self.config, len(self.history)
         try:
             experiment = Experiment(config, exchange=self._exchange)
         except BaseException:  # noqa: BLE001 - as a task without its data; the present run is whole
             text = f"The new run cannot begin; a reset keeps the present one.\n{traceback.format_exc()}"
             self._end_in_failure(Failed(text, fatal=True))
-            return
+            return False
         replaced = self._retire()
-        if not is_undo:
+        if undone is None:
             text = ", ".join(filter(None, [f"Reset at step {steps:,}" if steps else "", _in_words(previous, config)]))
             if text:  # a run without a step and with the same config is the same run
                 self._record_replacing(text, replaced, previous)
         self._runs_begun += 1
-        self._present(name or f"Run {self._runs_begun}", experiment, self._new_store(config), previous)
+        store = self._new_store(config)
+        store.run = undone or store.run
+        self._present(name or f"Run {self._runs_begun}", experiment, store, previous)
+        return True
 
     def _record_replacing(self, text: str, replaced: KeptRun | None, previous: ExperimentConfig) -> None:
         """Record that another run is present; undo continues the replaced one, or starts one with its config."""
@@ -781,7 +795,7 @@ class Trainer:
             can_continue = partial(self._kept.can_continue, replaced)
             self._changes.record(text, partial(self._bring_back, replaced, is_undo=True), can_continue)
         else:
-            self._changes.record(text, partial(self._rebuild, previous, is_undo=True))
+            self._changes.record(text, partial(self._rebuild, previous, undone=self._store.run))
 
     def _present(self, name: str, experiment: Experiment, store: RunStore, previous: ExperimentConfig) -> None:
         """Train another experiment from now on."""
@@ -917,11 +931,11 @@ class Trainer:
         self._experiment.inject(fault, on=on)
         is_on = fault in self._experiment.armed
         if is_on != was_on and not is_undo:
-            experiment = self._experiment
+            is_present = self._while_present()
             self._changes.record(
                 f"{'NaN' if fault == 'nan' else fault.capitalize()} {'on' if is_on else 'off'}",
                 partial(self._disturb, fault, was_on, is_undo=True),
-                lambda: self._experiment is experiment and (fault in experiment.armed) == is_on,
+                lambda: is_present() and (fault in self._experiment.armed) == is_on,
             )
         if fault == "underflow":
             self._explainer.examine_next()

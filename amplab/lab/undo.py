@@ -22,7 +22,7 @@ class Undoable:
 
     Attributes:
         text: What changed, as the controls show it: "Learning rate 0.1 → 1e9".
-        take_back: Takes it back; what it returns is not used.
+        take_back: Takes it back; returns False if that has failed.
         is_possible: Whether it can still be taken back.
         kind: Changes of one kind that follow each other are taken back together, as those of a slider; "" for none.
     """
@@ -66,10 +66,9 @@ class UndoList:
         self._changes.append(Undoable(text, take_back, is_possible, kind))
 
     def take_back(self) -> str | None:
-        """Take back the latest change that can be; return its text, None if there is none."""
+        """Take back the latest change that can be; return its text, None if there is none or that has failed."""
         while self._changes:
             change = self._changes.pop()
             if change.is_possible():
-                change.take_back()
-                return change.text
+                return None if change.take_back() is False else change.text
         return None

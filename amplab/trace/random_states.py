@@ -12,7 +12,10 @@ import torch
 
 from amplab.trace.as_found import Undo
 
-__all__ = ["restorers", "random_states_kept", "seed_all"]
+__all__ = ["GENERATORS", "is_global", "random_states_kept", "reseed", "restorers", "seed_all"]
+
+GENERATORS = torch.Generator, random.Random, np.random.Generator, np.random.RandomState
+"""The types of single generators."""
 
 _MT19937_BYTES = 624 * 4 + 4  # NumPy's struct: the words, and the position among them
 
@@ -75,10 +78,37 @@ def restorers(values: Iterable[Any]) -> tuple[Callable[[], object], ...]:
     >>> bool(torch.rand((), generator=own) == first)
     True
     """
-    return tuple(_undo(value) for value in values if isinstance(value, _GENERATORS))
+    return tuple(_undo(value) for value in values if isinstance(value, GENERATORS))
 
 
-_GENERATORS = torch.Generator, random.Random, np.random.Generator
+def reseed(generator: Any, seed: int) -> None:
+    """Seed a generator anew; the numbers that follow depend on `seed` and on its state before.
+
+    Sync: none; one for a generator of a device.
+
+    >>> one, same, other = (random.Random(seed) for seed in (1, 1, 2))
+    >>> for each in (one, same, other):
+    ...     reseed(each, 7)
+    >>> one.random() == same.random() != other.random()
+    True
+    """
+    if isinstance(generator, torch.Generator):
+        drawn = torch.randint(2**62, (), generator=generator, device=generator.device)
+        generator.manual_seed((int(drawn) + seed) % 2**63)
+    elif isinstance(generator, random.Random):
+        generator.seed((generator.getrandbits(62) + seed) % 2**63)
+    elif isinstance(generator, np.random.RandomState):
+        kind = getattr(np.random, generator.get_state(legacy=False)["bit_generator"])
+        generator.set_state(kind((int(generator.randint(2**31)) + seed) % 2**63).state)
+    else:
+        states = generator.bit_generator
+        states.state = type(states)((int(generator.integers(2**62)) + seed) % 2**63).state
+
+
+def is_global(generator: Any) -> bool:
+    """Return whether a generator is one of those that `seed_all` seeds."""
+    bound = (getattr(function, "__self__", None) for function in (random.random, np.random.random))
+    return any(generator is each for each in (torch.default_generator, *bound))
 
 
 def _undo(generator: Any) -> Callable[[], object]:
@@ -86,6 +116,8 @@ def _undo(generator: Any) -> Callable[[], object]:
         return partial(generator.set_state, generator.get_state())
     if isinstance(generator, random.Random):
         return partial(generator.setstate, generator.getstate())
+    if isinstance(generator, np.random.RandomState):
+        return partial(generator.set_state, generator.get_state(legacy=False))
     return partial(setattr, generator.bit_generator, "state", generator.bit_generator.state)
 
 

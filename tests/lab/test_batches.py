@@ -2,11 +2,13 @@
 
 import random
 
+import numpy as np
 import pytest
 import torch
-from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
+from torch.utils.data import DataLoader, Dataset, IterableDataset, RandomSampler, Subset, TensorDataset
 
 from amplab.lab.batches import Batches, check_data
+from amplab.lab.data_generators import DataGenerators
 
 
 class Flipped(Dataset):
@@ -24,6 +26,65 @@ class Stream(IterableDataset):
         return iter(torch.arange(7.0).split(2))
 
 
+class Noisy(Dataset):
+    """Examples with noise by a generator of its own."""
+
+    def __init__(self, draw):
+        self.transforms = [draw]
+
+    def __len__(self):
+        return 10
+
+    def __getitem__(self, index):
+        return torch.tensor([index, self.transforms[0].random()])
+
+
+class Dropping:
+    """Leaves out a batch, and its length does not know."""
+
+    def __init__(self, loader):
+        self.loader = loader
+
+    def __len__(self):
+        return len(self.loader)
+
+    def __iter__(self):
+        return (batch for number, batch in enumerate(self.loader) if number != 1)
+
+
+class Bound:
+    """A transform that has what it draws from."""
+
+    def __init__(self, generator):
+        self.generator = generator
+
+    def random(self):
+        return torch.rand((), generator=self.generator).item()
+
+
+def generator():
+    return torch.Generator().manual_seed(5)
+
+
+HAVE_GENERATORS = {
+    "loader": lambda: DataLoader(torch.arange(10), batch_size=4, shuffle=True, generator=generator()),
+    "sampler": lambda: DataLoader(
+        torch.arange(10), batch_size=4, sampler=RandomSampler(range(10), generator=generator())
+    ),
+    "loader in one's own": lambda: Dropping(
+        DataLoader(torch.arange(20), batch_size=4, shuffle=True, generator=generator())
+    ),
+    "numpy": lambda: DataLoader(Noisy(np.random.default_rng(5)), batch_size=4, shuffle=True),
+    "numpy, old": lambda: DataLoader(Subset(Noisy(np.random.RandomState(5)), range(10)), batch_size=4, shuffle=True),
+    "python": lambda: DataLoader(Noisy(random.Random(5)), batch_size=4, shuffle=True),
+    "torch": lambda: DataLoader(Noisy(Bound(generator())), batch_size=4),
+    "workers": lambda: DataLoader(
+        Noisy(np.random.default_rng(5)), batch_size=4, num_workers=1, shuffle=True, generator=generator()
+    ),
+    "workers that stay": lambda: DataLoader(Flipped(), batch_size=4, num_workers=1, persistent_workers=True),
+}
+
+
 def shuffled():
     return DataLoader(Flipped(), batch_size=4, shuffle=True)
 
@@ -37,6 +98,68 @@ def test_a_shuffling_loader_gives_the_same_batches_after_a_reset():
     epochs = [torch.cat(given[start : start + 3])[:, 0] for start in (0, 3)]
     assert [sorted(epoch.tolist()) for epoch in epochs] == [list(range(10))] * 2
     assert not torch.equal(*epochs)
+
+
+@pytest.mark.parametrize("kind", HAVE_GENERATORS)
+def test_data_with_generators_of_their_own_give_the_same_batches_to_every_run(kind):
+    data, generators = HAVE_GENERATORS[kind](), DataGenerators()
+    first = Batches(data, 0, generators)
+    given = [first.batch(step) for step in range(8)]
+    again, late = Batches(data, 0, generators), Batches(HAVE_GENERATORS[kind](), 0)
+    late.know_epoch(*first.epoch_of(7))
+    assert all(torch.equal(again.batch(step), given[step]) for step in range(8))
+    assert torch.equal(late.batch(7), given[7])
+    again._kept.clear()
+    assert torch.equal(again.batch(4), given[4]), "of a second pass"
+    assert torch.equal(again.batch(8), first.batch(8)), "the first pass goes on"
+    assert not torch.equal(given[0], given[first.epoch_of(7)[0]]), "each epoch has others"
+
+
+@pytest.mark.parametrize("kind", ["loader", "sampler", "numpy", "torch"])
+def test_the_first_pass_is_that_of_the_generators_as_given_and_leaves_them_so(kind):
+    data, plain = HAVE_GENERATORS[kind](), HAVE_GENERATORS[kind]()
+    torch.manual_seed(1)
+    batches = Batches(data, 0)
+    given = [batches.batch(step) for step in range(5)][:3]
+    if kind == "numpy":  # the order is that of the lab's seed
+        draws = np.random.default_rng(5).random(10)
+        assert torch.cat(given)[:, 1].tolist() == torch.tensor(draws).float().tolist()
+    else:
+        assert all(torch.equal(*pair) for pair in zip(given, plain, strict=True))
+        plain = HAVE_GENERATORS[kind]()
+    torch.manual_seed(1)
+    expected = list(plain)
+    torch.manual_seed(1)
+    assert all(torch.equal(*pair) for pair in zip(data, expected, strict=True))
+
+
+def test_a_function_that_makes_its_generator_gives_what_it_makes():
+    batches = Batches(HAVE_GENERATORS["loader"], 0)
+    given = [batches.batch(step) for step in range(6)]
+    assert all(torch.equal(*pair) for pair in zip(given, [*HAVE_GENERATORS["loader"]()] * 2, strict=True))
+
+
+def test_the_generators_of_the_process_follow_the_seed_though_data_have_them():
+    def loader(draw):
+        return DataLoader(Noisy(draw), batch_size=4)
+
+    for draw in (random, Bound(torch.default_generator), np.random.random.__self__):
+        first, second = [[Batches(loader(draw), seed).batch(0) for _ in range(2)] for seed in (0, 1)]
+        assert torch.equal(*first)
+        assert not torch.equal(first[0], second[0])
+
+
+def test_a_length_that_is_not_exact_is_not_taken_for_the_length_of_an_epoch():
+    data = Dropping(DataLoader(torch.arange(10), batch_size=4))  # 2 of 3
+    batches = Batches(data, 0)
+    assert [batches.batch(step).tolist()[0] for step in range(6)] == [0, 8] * 3
+    batches._passes.clear(), batches._kept.clear()
+    assert batches.batch(5).tolist() == [8, 9]
+    late = Batches(data, 0)
+    late.know_epoch(*batches.epoch_of(5))
+    assert late.batch(5).tolist() == [8, 9]
+    assert late.epoch_of(5) == (4, 2)
+    assert late.batch(2).tolist()[0] == 0
 
 
 def test_an_old_batch_is_read_again_and_the_run_goes_on(monkeypatch):

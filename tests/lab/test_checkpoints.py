@@ -295,6 +295,45 @@ def test_a_log_that_is_moved_away_ends_the_checkpoints_and_is_told(tmp_path: Pat
     assert len(load_run(tmp_path / "elsewhere.jsonl").history) == 6
 
 
+def move_and_copy_back(log: Path) -> Path:
+    log.parent.rename(log.parent.with_name("old"))
+    shutil.copytree(log.parent.with_name("old"), log.parent)
+    return log.parent.with_name("old") / log.name
+
+
+def replace_by_a_copy(log: Path) -> Path:
+    """As editors and rsync do; a hard link keeps the log."""
+    shutil.copy(log, log.with_suffix(".copy"))
+    link = log.with_name("link.jsonl")
+    link.hardlink_to(log)
+    log.with_suffix(".copy").replace(log)
+    return link
+
+
+@pytest.mark.parametrize("way", [move_and_copy_back, replace_by_a_copy])
+def test_no_checkpoint_is_written_beside_a_copy_of_the_log_and_that_is_told(way, tmp_path: Path, listen) -> None:
+    trainer = Trainer(SMALL, log=tmp_path / "runs")
+    ear = listen(trainer)
+    trainer.run(3)
+    path = trainer.log_path
+    elsewhere = way(path)
+    trainer.run(3)
+    trainer.run(3)
+    trainer.change(lr=0.05)
+    assert trainer.wait(10)
+    (told,) = ear.of(Failed)
+    assert "checkpoint: cannot write" in told.text
+    assert "another file has its name now" in told.text
+    assert (len(load_run(path).history), last_step(path.with_suffix(".checkpoint"))) == (3, 3)
+    elsewhere.replace(path)
+    trainer.run(3)
+    assert ear.of(Failed)[-1].mended
+    assert (len(load_run(path).history), last_step(path.with_suffix(".checkpoint"))) == (12, 12)
+    trainer.stop()
+    assert trainer.wait(10)
+    assert len(ear.of(Failed)) == 2
+
+
 @pytest.mark.skipif(os.name != "posix" or os.geteuid() != 0, reason="changes its user to one that a folder refuses")
 @pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
 def test_a_folder_that_cannot_be_entered_for_a_while_ends_no_run(tmp_path: Path) -> None:

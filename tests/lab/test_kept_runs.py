@@ -4,10 +4,13 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
+from torch.nn.functional import mse_loss
 
 from amplab.lab import ExperimentConfig, Trainer, TwinReady, Undone, load_run
 from amplab.lab.config import OVERRIDES
 from amplab.lab.kept_runs import MOST_RUNS, MOST_SHOWN
+from amplab.lab.own_task import forget_own, register_own
 
 SMALL = ExperimentConfig(hidden=16)
 
@@ -85,6 +88,72 @@ def test_undo_puts_back_exactly_the_config_before(trainer: Trainer) -> None:
     trainer.undo()
     trainer.wait()
     assert trainer.config == configs[0]
+
+
+def test_undo_takes_back_changes_of_the_present_run_alone(trainer: Trainer) -> None:
+    trainer.change(growth_interval=5)
+    trainer.run(3)
+    first = trainer.config
+    trainer.reset(first.changed(opt_level="O2", lr=0.5, growth_interval=50))
+    trainer.wait()
+    trainer.continue_from(trainer.kept.runs[0])
+    trainer.wait()
+    assert (trainer.config, trainer.last_change) == (first, "Continued Run 1")
+    trainer.undo()
+    trainer.wait()
+    second = trainer.config
+    assert (second.opt_level, second.growth_interval) == ("O2", 50)
+    assert trainer.last_change is None
+    trainer.undo()
+    trainer.change(momentum=0.5)
+    trainer.undo()
+    trainer.wait()
+    assert trainer.config == second
+
+
+def test_undo_does_not_change_a_run_whose_predecessor_cannot_continue(trainer: Trainer, monkeypatch, listen) -> None:
+    ear = listen(trainer)
+    trainer.change(growth_interval=5)
+    trainer.run(3)
+    monkeypatch.setattr("amplab.lab.kept_runs.MOST_BYTES", 0)
+    trainer.reset(SMALL.changed(opt_level="O2", lr=0.5))
+    trainer.wait()
+    second = trainer.config
+    assert trainer.last_change is None
+    trainer.undo()
+    trainer.wait()
+    assert (trainer.config, ear.of(Undone)) == (second, [])
+
+
+def test_changes_before_a_reset_without_a_step_are_taken_back_after_it(trainer: Trainer) -> None:
+    trainer.change(lr=0.5)
+    trainer.reset_with(hidden=24)
+    trainer.wait()
+    assert trainer.last_change == "Hidden 16 → 24"
+    for expected in (SMALL.changed(lr=0.5), SMALL):
+        trainer.undo()
+        trainer.wait()
+        assert trainer.config == expected
+
+
+def test_an_undo_that_fails_is_not_told_as_undone(listen) -> None:
+    makers = [torch.optim.SGD]
+    model = torch.nn.Linear(4, 1)
+    batch = torch.ones(2, 4), torch.zeros(2, 1)
+    name = register_own(model, [batch], loss=mse_loss, optimizer=lambda weights: makers[0](weights, lr=0.1))
+    trainer = Trainer(ExperimentConfig(task=name))
+    ear = listen(trainer)
+    trainer.change(optimizer="adam")
+    trainer.run(2)
+    makers.clear()
+    trainer.undo()
+    trainer.wait()
+    assert trainer.config.optimizer == "adam"
+    assert "not possible; the run is not changed" in trainer.failures[-1].text
+    assert ear.of(Undone) == []
+    trainer.stop()
+    assert trainer.wait(10)
+    forget_own(set())
 
 
 def test_the_last_change_is_named_as_the_controls_show_it(trainer: Trainer) -> None:

@@ -88,6 +88,9 @@ class Tagger(nn.Module):
         return self.out(self.gru(self.words(ids))[0]).transpose(1, 2)
 
 
+ONE = Tagger()
+
+
 class TwoInputs(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -261,6 +264,37 @@ def test_a_run_of_ones_own_model_continues_after_its_kernel_has_ended(name, tmp_
     assert [again.step().loss for _ in range(5)] == losses
 
 
+class Dropping(list):
+    """Leaves out a batch, and its length does not know."""
+
+    def __iter__(self):
+        return (batch for number, batch in enumerate(super().__iter__()) if number != 1)
+
+
+def with_generator() -> DataLoader:
+    torch.manual_seed(0)
+    dataset = TensorDataset(torch.rand(20, 8), torch.rand(20, 1))
+    return DataLoader(dataset, batch_size=4, shuffle=True, generator=torch.Generator().manual_seed(3))
+
+
+@pytest.mark.parametrize("make", [with_generator, lambda: Dropping(with_generator())])
+def test_data_that_are_not_repeated_by_a_seed_or_a_length_are_the_same_after_a_reset_and_a_restart(make, tmp_path):
+    model = nn.Sequential(nn.Linear(8, 16), nn.Linear(16, 1))
+    trainer = Trainer(registered(model, make(), loss=F.mse_loss), log=tmp_path)
+    trainer.run(14)
+    saved = tmp_path / "copy.checkpoint"
+    saved.write_bytes(trainer.log_path.with_suffix(".checkpoint").read_bytes())
+    losses = trainer.run(6).column("loss").tolist()
+    trainer.reset()
+    assert trainer.run(20).column("loss").tolist() == losses
+    trainer.stop()
+    assert trainer.wait(10)
+    forget_own(set())  # as another process begins
+    registered(model, make(), loss=F.mse_loss)
+    again, _ = Experiment.load(saved)
+    assert [again.step().loss for _ in range(6)] == losses[14:]
+
+
 def test_it_is_the_loop_in_plain_torch_and_the_objects_given_are_not_changed():
     model = ResNet()
     model.dropout.p = 0.0
@@ -425,6 +459,8 @@ def test_a_log_of_it_opens_in_a_process_that_does_not_have_the_code(tmp_path):
         ({"model": {"A": Tagger()}, "step": {"B": lambda models, batch: models}}, "'B'"),
         ({"evaluate": 0.5}, "evaluate=float"),
         ({"model": nn.ReLU()}, "nothing to train"),
+        ({"model": lambda: ONE}, r"the same \S+ twice, and Reset and Compare need fresh ones"),
+        ({"model": lambda: [Tagger(), ONE], "step": lambda models, batch: 0}, r"same Tagger1\S+ twice"),
         ({"model": 3}, "int"),
     ],
 )

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from amplab.trace.random_states import random_states_kept, seed_all
+from amplab.trace.random_states import GENERATORS, is_global, random_states_kept, reseed, restorers, seed_all
 
 
 def draw_all():
@@ -71,3 +71,34 @@ def test_a_seed_is_for_all_generators(seed):
         first = draw_all()
         seed_all(seed)
         assert draw_all() == first
+
+
+SINGLE = {
+    "torch": (lambda seed: torch.Generator().manual_seed(seed), lambda own: torch.rand((), generator=own).item()),
+    "python": (random.Random, random.Random.random),
+    "numpy": (np.random.default_rng, np.random.Generator.normal),
+    "numpy, old": (np.random.RandomState, np.random.RandomState.normal),
+    "numpy, old with another": (lambda seed: np.random.RandomState(np.random.PCG64(seed)), np.random.RandomState.rand),
+}
+
+
+@pytest.mark.parametrize(("make", "draw"), SINGLE.values(), ids=SINGLE)
+def test_a_single_generator_is_restored_and_seeded_anew_by_its_state_and_a_seed(make, draw):
+    own, same, other = make(3), make(3), make(4)
+    (undo,) = restorers([own, "no generator"])
+    first = [draw(own) for _ in range(3)]
+    undo()
+    assert [draw(own) for _ in range(3)] == first
+    undo()
+    drawn = []
+    for each, seed in ((own, 2**63 - 1), (same, 2**63 - 1), (other, 2**63 - 1), (make(3), 7)):
+        reseed(each, seed)
+        drawn.append(draw(each))
+    assert drawn[0] == drawn[1]
+    assert len({first[0], *drawn}) == 4
+
+
+def test_the_generators_that_a_seed_is_for_are_global():
+    found = torch.default_generator, random.random.__self__, np.random.rand.__self__
+    assert all(isinstance(each, GENERATORS) and is_global(each) for each in found)
+    assert not any(is_global(make(1)) for make, _ in SINGLE.values())

@@ -75,6 +75,10 @@ class ClosedLog(NamedTuple):
         with path.open("rb") as file:
             return cls(os.fstat(file.fileno()).st_size, _place_of(file.fileno()), file.readline())
 
+    def is_at(self, path: Path) -> bool:
+        """Return whether the file at `path` is this one, however long it is now. Raises: OSError."""
+        return _place_of(path) == self.place
+
 
 class RunLog:
     """The log of one run, open for appending; it never overwrites another file. A forked process writes nothing to it.
@@ -336,8 +340,8 @@ def _flush_all() -> None:
                 log.flush()
 
 
-def _place_of(descriptor: int) -> tuple[int, int]:
-    status = os.fstat(descriptor)
+def _place_of(file: int | Path) -> tuple[int, int]:
+    status = os.stat(file)
     return status.st_dev, status.st_ino
 
 

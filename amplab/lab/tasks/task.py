@@ -124,6 +124,13 @@ class Task(ABC):
     def batch(self, step: int, batch_size: int) -> Any:
         """Return the batch of a step: a tensor or any nesting of tensors, always the same for the same step."""
 
+    def epoch_of(self, step: int) -> tuple[int, ...]:  # noqa: ARG002  most tasks compute it
+        """Return what `know_epoch` of the task in another process takes, to find the batches from a step on."""
+        return ()
+
+    def know_epoch(self, *epoch: int) -> None:  # noqa: B027
+        """Take over what `epoch_of` returned in another process."""
+
     def check_batch_size(self, batch_size: int) -> None:  # noqa: B027  any size will do
         """Raise ValueError if there are no such batches."""
 
