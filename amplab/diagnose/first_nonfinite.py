@@ -29,6 +29,7 @@ from amplab.diagnose.observed_step.tensor_summary import TensorSummary, counted
 from amplab.diagnose.observed_step.values import ObservedStep, measured_in, observe_step
 from amplab.diagnose.remedies.api_styles import ApiStyle, api_style_of
 from amplab.diagnose.reruns import Headroom, RerunResult, headroom, probe
+from amplab.diagnose.train_step.loop_state import scalers_kept
 from amplab.policies import PrecisionPolicy
 from amplab.policies.nested_tensors import map_tensors, named_tensors_in
 from amplab.trace import OpRecord, trace_step
@@ -190,9 +191,12 @@ def first_nonfinite(
     if loss_scale is not None:
         check_loss_scale(loss_scale)
     handed = handed_step("first_nonfinite", model, batch, loss=loss, step=step)
-    with setting_of(
-        model, scaler, opt_level=opt_level, policy=policy, autocast=autocast, loss_scale=loss_scale
-    ) as setting:
+    with (
+        setting_of(
+            model, scaler, opt_level=opt_level, policy=policy, autocast=autocast, loss_scale=loss_scale
+        ) as setting,
+        scalers_kept(scaler_in_use(scaler), loss, step),
+    ):
         handed = setting.of_step(handed)
         seen = observe_step(model, handed, casting=setting.casting(), loss_scale=setting.loss_scale, batch=batch)
         blamed = blame(seen)

@@ -50,6 +50,10 @@ def unchanged_optimizers() -> Iterator[None]:
         yield
 
 
+_OF_A_STEP = "grad_scale", "found_inf"
+"""What a GradScaler gives a fused optimizer for one step, and deletes."""
+
+
 class OptimizerState(NamedTuple):
     """An optimizer with its parameters, state and settings.
 
@@ -79,7 +83,8 @@ class OptimizerState(NamedTuple):
         parameters = {id(copy.tensor) for copy in stepped}
         slots = [TensorCopy.of(tensor) for tensor in found if id(tensor) not in parameters]
         hooks = [(each, dict(each)) for each in hooks_of(optimizer)]
-        return cls(optimizer, stepped, slots, containers, hooks, dict(vars(optimizer)))
+        attributes = {name: value for name, value in vars(optimizer).items() if name not in _OF_A_STEP}
+        return cls(optimizer, stepped, slots, containers, hooks, attributes)
 
     def is_unmoved(self) -> bool:
         """Whether no parameter has changed. Sync: one for each."""

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Sequence
+import inspect
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -13,11 +14,12 @@ import torch
 from torch.optim import Optimizer
 
 from amplab.amp import Session
+from amplab.diagnose.train_step.schedules import reached_from
 from amplab.trace.as_found import Undo
 from amplab.trace.handed_step import Scaler
 from amplab.trace.optimizer_states import OptimizerState
 
-__all__ = ["kept", "scales_of", "set_scale"]
+__all__ = ["kept", "other_scalers", "scalers_kept", "scales_of", "set_scale"]
 
 
 @contextmanager
@@ -52,11 +54,35 @@ def kept(
     with Undo() as undo:
         for each, state in reversed(states):
             if state or not isinstance(each, torch.amp.GradScaler):  # empty for a disabled scaler
-                undo.add(partial(each.load_state_dict, state))  # on its own: another one may raise
+                undo.add(partial(_load_back, each, state))  # on its own: another one may raise
         undo.add(restore)
         for parameter, _ in grads:  # of another model too, whose gradients the block would add to
             parameter.grad = None
         yield saved
+
+
+@contextmanager
+def scalers_kept(scaler: Scaler | None, *functions: Callable[..., Any] | None) -> Iterator[None]:
+    """Restore the scales of `scaler` and of the GradScalers that the code of `functions` names, and their iterations.
+
+    A loss may train a discriminator by itself. Sync: a few.
+    """
+    others = {id(each): each for function in functions if function for each in other_scalers(function, scaler)}
+    with kept((), scaler, list(others.values())):
+        yield
+
+
+def other_scalers(function: Callable[..., Any], scaler: Scaler | None) -> Iterator[torch.amp.GradScaler]:
+    """The GradScalers besides `scaler` that the code of a function names; a loop should have one per optimizer."""
+    reached = reached_from(inspect.unwrap(function))
+    scalers = {id(each): each for each in reached if isinstance(each, torch.amp.GradScaler)}
+    yield from (each for each in scalers.values() if each is not scaler)
+
+
+def _load_back(owner: Any, state: Any) -> None:
+    """Load a state, of a scaler only if it has changed: a graph may need the scale as it is, in memory."""
+    if not isinstance(owner, torch.amp.GradScaler) or owner.state_dict() != state:
+        owner.load_state_dict(state)
 
 
 class _Iteration(NamedTuple):

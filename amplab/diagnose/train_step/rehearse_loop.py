@@ -15,14 +15,12 @@ All state is restored after each rehearsal. Only the first may print; a later on
 from __future__ import annotations
 
 import contextlib
-import inspect
 import io
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any, TypeVar
 
-import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -34,10 +32,10 @@ from amplab.diagnose.rules.gradients import (
     not_scaled_perhaps,
 )
 from amplab.diagnose.train_step.loop_recorder import LoopRecorder, norm_of
-from amplab.diagnose.train_step.loop_state import kept, scales_of, set_scale
+from amplab.diagnose.train_step.loop_state import kept, other_scalers, scales_of, set_scale
 from amplab.diagnose.train_step.named_code import clips_of_model_parameters, leads_to
 from amplab.diagnose.train_step.rehearsal import Rehearsal
-from amplab.diagnose.train_step.schedules import ScheduleWatch, reached_from, schedulers_of
+from amplab.diagnose.train_step.schedules import ScheduleWatch, schedulers_of
 from amplab.policies.signals import is_interrupt
 from amplab.trace.handed_step import Scaler
 from amplab.trace.stand_ins import apart
@@ -121,7 +119,7 @@ def rehearse(
     schedulers = schedulers_of(train_step, stateful)
     named = {id(each) for each in stateful}
     recorder = LoopRecorder(model, optimizers, scaler, ScheduleWatch(schedulers, optimizers), overflows=overflows)
-    changed = *schedulers_of(train_step, stateful, counting=False), *_other_scalers(train_step, scaler)
+    changed = *schedulers_of(train_step, stateful, counting=False), *other_scalers(train_step, scaler)
     others = [each for each in changed if id(each) not in named]
     with (
         apart(model),  # first: the optimizers step its tensors
@@ -130,7 +128,7 @@ def rehearse(
         recorder.recording(),
     ):
         if loss_scale is not None:
-            for each in (scaler, *_other_scalers(train_step, scaler)):
+            for each in (scaler, *other_scalers(train_step, scaler)):
                 set_scale(each, loss_scale)
         recorder.scales = scales_of(scaler)
         train_step()
@@ -182,7 +180,7 @@ def _gradients_left_over(
     Arguments, and what is restored, as for `rehearse`. Sync: many.
     """
     named = {id(each) for each in stateful}
-    changed = *schedulers_of(train_step, stateful, counting=False), *_other_scalers(train_step, scaler)
+    changed = *schedulers_of(train_step, stateful, counting=False), *other_scalers(train_step, scaler)
     others = [each for each in changed if id(each) not in named]
     with apart(model), kept(optimizers, scaler, [*stateful, *others]), untouched(model):
         with LoopRecorder(model, optimizers, scaler, overflows=True).recording():
@@ -196,10 +194,3 @@ def _gradients_left_over(
 def _has_gradient(parameter: Tensor) -> bool:
     """Whether a gradient is there and not 0. Sync: one."""
     return parameter.grad is not None and norm_of(parameter.grad) != 0
-
-
-def _other_scalers(train_step: Callable[[], Any], scaler: Scaler | None) -> Iterator[torch.amp.GradScaler]:
-    """The GradScalers besides `scaler` that the code of `train_step` names; a loop should have one per optimizer."""
-    reached = reached_from(inspect.unwrap(train_step))
-    scalers = {id(each): each for each in reached if isinstance(each, torch.amp.GradScaler)}
-    yield from (each for each in scalers.values() if each is not scaler)
