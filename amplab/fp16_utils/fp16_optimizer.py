@@ -68,7 +68,7 @@ class FP16_Optimizer:
         self._unscaler = Unscaler()
         self._aside: list[SetAside] | None = None
         keep_of(self, overflow=False, _aside=None)
-        keep_of(self._masters, "_watched", user=self, _are_ahead=False)
+        keep_of(self._masters, "_watched", user=self, _are_ahead=False, _step=None)
         keep_of(self.loss_scaler, *vars(self.loss_scaler), user=self)
 
     def pending_gradients(self) -> list[Tensor]:

@@ -15,7 +15,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from amplab.trace.as_found import Undo
-from amplab.trace.random_states import GENERATORS, is_global, reseed, restorers
+from amplab.trace.random_states import GENERATORS, has_state, is_global, reseed, restorers
 
 __all__ = ["DataGenerators"]
 
@@ -66,7 +66,7 @@ def _generators_of(data: Any) -> Iterator[Any]:
             continue
         seen.add(id(each))
         if isinstance(each, GENERATORS):
-            if not is_global(each):
+            if has_state(each) and not is_global(each):
                 yield each
         elif isinstance(each, list | tuple):
             waiting += each[:_MOST_ELEMENTS]

@@ -319,7 +319,7 @@ def _check_fresh(model: nn.Module, earlier: Sequence[ReferenceType[Tensor]]) -> 
     """Raise a ValueError if a model has parameters of one that was made earlier."""
     known = {id(weight) for each in earlier if (weight := each()) is not None}
     for name, weight in model.named_parameters():
-        if id(weight) in known:
+        if weight.requires_grad and id(weight) in known:  # a frozen part may be shared
             raise ValueError(
                 f"model=a function that returns the same {name} twice, and Reset and Compare need fresh ones; expected "
                 "a new model from every call, such as lambda: Net(); to start from trained weights, pass the model "

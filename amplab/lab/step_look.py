@@ -13,6 +13,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from threading import get_ident
 from typing import Any, TypeVar
 
 import torch
@@ -342,7 +343,7 @@ class _ValueLook:
 
     def __init__(self, model: nn.Module, batch: Any, probe: ScaleProbe, loop: Callable[[], _LoopLook | None]) -> None:
         self.is_over, self.loop = False, loop
-        self.meets_fast_path = False
+        self.meets_fast_path, self._thread = False, get_ident()
         self.trace: Trace | None = None
         self._probe = probe
         self._watcher = _UntilOver(StepWatcher(named_tensors(model, batch), detailed=True), self)
@@ -356,7 +357,7 @@ class _ValueLook:
 
     def _end_before(self, module: nn.Module, _inputs: Any) -> None:
         """End before a module whose forward computes other numbers while a function mode is on."""
-        if isinstance(module, _WITH_FAST_PATH) and not module.training:
+        if get_ident() == self._thread and isinstance(module, _WITH_FAST_PATH) and not module.training:
             self.meets_fast_path = True
             self._undo.end()
 

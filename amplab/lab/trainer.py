@@ -146,7 +146,7 @@ class Trainer:
         )
         self._lock = self._worker.lock  # guards the seven attributes below
         self._wanted = self._experiment.config  # once all changes that are queued are made
-        self._queued_changes = 0
+        self._queued_changes = set[Callable[[], None]]()
         self._state = "ready"
         self._stops = 0  # calls of `stop` whose effect is to come
         self._steps_made = 0  # also of runs that another has replaced
@@ -725,13 +725,17 @@ class Trainer:
                 change()
             finally:
                 with self._lock:
-                    self._queued_changes -= 1
+                    self._queued_changes.discard(make)
                     if not self._queued_changes:
                         self._wanted = self.config
 
         with self._lock:
-            self._worker.post(make)
-            self._queued_changes += 1
+            self._queued_changes.add(make)  # first: an interrupt may come once it is posted
+            try:
+                self._worker.post(make)
+            except RuntimeError:  # in a forked process
+                self._queued_changes.discard(make)
+                raise
 
     def _with_changed(self, fields: Mapping[str, object], act: Callable[[ExperimentConfig], bool]) -> bool:
         """Act with fields of the config in effect changed: an undo before it in the queue may have changed others."""
@@ -874,7 +878,8 @@ class Trainer:
 
     def _save_change(self) -> None:
         """Save what was changed while the run is paused: its process may end before the next step."""
-        if self._state == "paused" and self._exchange is None:  # of several ranks another one may not be paused yet
+        is_last = len(self._queued_changes) < 2  # a slider queues many, and each checkpoint takes time
+        if self._state == "paused" and is_last and self._exchange is None:  # other ranks may not be paused yet
             self._save(at_rest=True)
 
     def _take_back(self) -> None:

@@ -115,13 +115,15 @@ def _inference_blocks() -> frozenset[int]:
     global _references  # noqa: PLW0603  while it has not grown, there is no new block
     found = sys.getrefcount(torch.inference_mode)
     if found <= _references and not torch.is_inference_mode_enabled():
+        _references = found
         return frozenset()
     blocks = [each for each in gc.get_referrers(torch.inference_mode) if type(each) is torch.inference_mode]
     begun = [each for each in blocks if hasattr(each, "_inference_mode_context")]  # not those that only decorate
-    if not begun:
-        _references = found
     inside = torch.is_inference_mode_enabled()
-    return frozenset(id(each) for each in begun if inside or not each.mode)
+    own = frozenset(id(each) for each in begun if inside or not each.mode)
+    if not own:
+        _references = found  # one that is kept after its block counts, too
+    return own
 
 
 def drop_ended(*, in_loop: bool = False) -> None:

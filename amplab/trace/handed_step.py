@@ -94,8 +94,9 @@ def shows_calls(*calls: str, finds_nothing: bool = False) -> Callable[[Callable[
                 verb = next((verb for start, verb in _VERBS.items() if str(refusal).startswith(start)), "")
                 what = f"{tool.__name__}() {verb}{refusal}{_instead(kwargs, signature)}"
                 raise TypeError(f"{what}. Write {' or '.join(calls)}.") from None
-            if tool not in _RUNNING.tools:
-                return _running(tool, args, kwargs)
+            call = tool, *_ids_of(args[0] if args else next(iter(kwargs.values()), None))
+            if call not in _RUNNING.calls:
+                return _running(call, tool, args, kwargs)
             if finds_nothing:
                 return cast(R, None)
             raise RuntimeError(
@@ -109,22 +110,29 @@ def shows_calls(*calls: str, finds_nothing: bool = False) -> Callable[[Callable[
 
 
 class _Running(threading.local):
-    """The tools that run in a thread, in the order of their calls."""
+    """The tools that run in a thread, each with the ids of its models, in the order of their calls."""
 
     def __init__(self) -> None:
-        self.tools: tuple[Callable[..., Any], ...] = ()
+        self.calls: tuple[tuple[object, ...], ...] = ()
 
 
 _RUNNING = _Running()
 
 
-def _running(tool: Callable[..., R], args: tuple[Any, ...], kwargs: dict[str, Any]) -> R:
-    before = _RUNNING.tools
+def _running(call: tuple[object, ...], tool: Callable[..., R], args: tuple[Any, ...], kwargs: dict[str, Any]) -> R:
+    before = _RUNNING.calls
     try:
-        _RUNNING.tools = (*before, tool)
+        _RUNNING.calls = (*before, call)
         return tool(*args, **kwargs)
     finally:
-        _RUNNING.tools = before
+        _RUNNING.calls = before
+
+
+def _ids_of(models: Any) -> Iterator[int]:
+    several = (
+        models.values() if isinstance(models, Mapping) else models if isinstance(models, list | tuple) else (models,)
+    )
+    return map(id, several)
 
 
 def _instead(kwargs: Mapping[str, Any], signature: inspect.Signature) -> str:

@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 from torch.utils._python_dispatch import _disable_current_modes
 
 from amplab.amp.apex.before_initialize import hooks_of
-from amplab.amp.apex.hooked_optimizer import halves_of
+from amplab.amp.apex.hooked_optimizer import HookedOptimizer
 from amplab.trace.as_found import Undo, rebind
 from amplab.trace.optimizer_hooks import observe_steps
 from amplab.trace.random_states import restorers
@@ -76,13 +76,13 @@ class OptimizerState(NamedTuple):
     @classmethod
     def of(cls, optimizer: Optimizer) -> OptimizerState:
         """Copy what a step can change."""
+        hooks = [(each, dict(each)) for each in hooks_of(optimizer)]
         parameters_of = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-        stepped = [TensorCopy.of(parameter) for parameter in [*parameters_of, *halves_of(optimizer)]]
+        stepped = [TensorCopy.of(parameter) for parameter in [*parameters_of, *_halves_of(hooks)]]
         found, containers = _contents([optimizer.state, optimizer.param_groups])
         containers += restorers(vars(optimizer).values())
         parameters = {id(copy.tensor) for copy in stepped}
         slots = [TensorCopy.of(tensor) for tensor in found if id(tensor) not in parameters]
-        hooks = [(each, dict(each)) for each in hooks_of(optimizer)]
         attributes = {name: value for name, value in vars(optimizer).items() if name not in _OF_A_STEP}
         return cls(optimizer, stepped, slots, containers, hooks, attributes)
 
@@ -100,6 +100,12 @@ class OptimizerState(NamedTuple):
                 rebind(hooks, before)
             for restore in self.containers:
                 restore()
+
+
+def _halves_of(hooks: Iterable[tuple[Any, dict[Any, Any]]]) -> list[Tensor]:
+    """The half parameters whose masters the hooks of a session let an optimizer step."""
+    owners = {getattr(hook, "__self__", None) for _, those in hooks for hook in those.values()}
+    return [pair.model for each in owners if isinstance(each, HookedOptimizer) for pair in each.masters.pairs]
 
 
 def _contents(values: Iterable[Any]) -> tuple[list[Tensor], list[Callable[[], object]]]:

@@ -12,7 +12,7 @@ import torch
 
 from amplab.trace.as_found import Undo
 
-__all__ = ["GENERATORS", "is_global", "random_states_kept", "reseed", "restorers", "seed_all"]
+__all__ = ["GENERATORS", "has_state", "is_global", "random_states_kept", "reseed", "restorers", "seed_all"]
 
 GENERATORS = torch.Generator, random.Random, np.random.Generator, np.random.RandomState
 """The types of single generators."""
@@ -78,7 +78,12 @@ def restorers(values: Iterable[Any]) -> tuple[Callable[[], object], ...]:
     >>> bool(torch.rand((), generator=own) == first)
     True
     """
-    return tuple(_undo(value) for value in values if isinstance(value, GENERATORS))
+    return tuple(_undo(value) for value in values if has_state(value))
+
+
+def has_state(value: Any) -> bool:
+    """Return whether a value is a random generator whose state can be read: not that of the system. Sync: none."""
+    return isinstance(value, GENERATORS) and not isinstance(value, random.SystemRandom)
 
 
 def reseed(generator: Any, seed: int) -> None:

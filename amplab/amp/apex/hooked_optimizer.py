@@ -43,7 +43,7 @@ from amplab.parallel.shards import RankGroup, agree_on_found_inf, rank_groups
 from amplab.policies.casting.thread_scopes import is_running, resume_casts, suspend_casts
 from amplab.scalers import CombinedUnscaler, FlatGrads, MasterWeights, Unscaler, is_sharded, local_shard
 
-__all__ = ["HookedOptimizer", "await_shards", "halves_of"]
+__all__ = ["HookedOptimizer", "await_shards"]
 
 _NO_STEP_YET = StepOutcome(False, "no step since initialize")
 _STEPPED = StepOutcome(True, "parameters updated")
@@ -61,12 +61,6 @@ _OUTSIDE = {
     "_in_backward": False,
 }
 """What a `HookedOptimizer` has noted outside of an iteration; a tool that runs a step meanwhile finds this."""
-
-
-def halves_of(optimizer: Optimizer) -> list[Tensor]:
-    """Return the half parameters of the models whose masters a session lets ``optimizer`` step. Sync: none."""
-    owners = [getattr(hook, "__self__", None) for hook in optimizer._optimizer_step_post_hooks.values()]
-    return [pair.model for each in owners if isinstance(each, HookedOptimizer) for pair in each.masters.pairs]
 
 
 class _Overflow(NamedTuple):
@@ -132,7 +126,7 @@ class HookedOptimizer:
         self._steps = 0  # with gradients, skipped ones too; not those of a tool that runs on this rank alone
         self._in_closure, self._in_backward = False, False
         keep_of(self, "outcome", "_unscaled", "_steps", **_OUTSIDE)
-        keep_of(self.masters, "_watched", user=self, _are_ahead=False)
+        keep_of(self.masters, "_watched", user=self, _are_ahead=False, _step=None)
         self._take_over(optimizer, uncast)
         if reducer is not None:
             reducer.prepare(self._own, self._halves())
@@ -460,7 +454,7 @@ class HookedOptimizer:
             for param, _ in self._step.parked:  # a step without gradients changes nothing
                 param.grad = None
             if self._overflow is None and gradients:
-                self.masters.begin_step()
+                self.masters.begin_step(frame)
         if not self._casts_in_step:
             suspend_casts(frame)
         return None
@@ -495,7 +489,7 @@ class HookedOptimizer:
             self._step = None
         if self.masters.pairs:
             with bookkeeping():
-                self.masters.catch_up()
+                self.masters.end_step()
 
     def _watched(self, closure: Callable[[], Any]) -> Callable[[], Any]:
         """Return ``closure`` wrapped so that a backward in it is known to run inside a step."""

@@ -10,13 +10,14 @@ __all__ = ["iterations_kept", "keep_of", "use"]
 
 
 class _Noted(NamedTuple):
+    owner: weakref.ref[Any]  # without a callback, in which Python would discard a Ctrl-C
     names: tuple[str, ...]
     outside: dict[str, Any]
-    user: weakref.ref[Any]
+    user: int
 
 
-_NOTED: weakref.WeakKeyDictionary[object, _Noted] = weakref.WeakKeyDictionary()
-_THREADS: weakref.WeakKeyDictionary[object, int] = weakref.WeakKeyDictionary()
+_NOTED: dict[int, _Noted] = {}  # by the id of the owner; those of dead owners are dropped when another one comes
+_THREADS: dict[int, int] = {}  # by the id of a user, which a new user takes over
 
 
 def keep_of(owner: object, *names: str, user: object = None, **outside: Any) -> None:
@@ -31,14 +32,18 @@ def keep_of(owner: object, *names: str, user: object = None, **outside: Any) -> 
         user: what `use` is called with; None for ``owner``.
         outside: others, and what each is outside of an iteration, which is what it is in the block.
     """
+    for number, noted in list(_NOTED.items()):
+        if noted.owner() is None:
+            _NOTED.pop(number, None)
+            _THREADS.pop(number, None)
     user = owner if user is None else user
-    _NOTED[owner] = _Noted((*names, *outside), outside, weakref.ref(user))
+    _NOTED[id(owner)] = _Noted(weakref.ref(owner), (*names, *outside), outside, id(user))
     use(user)
 
 
 def use(user: object) -> None:
     """Note that this thread is in an iteration of ``user``. Sync: none."""
-    _THREADS[user] = get_ident()
+    _THREADS[id(user)] = get_ident()
 
 
 @contextmanager
@@ -50,8 +55,8 @@ def iterations_kept() -> Iterator[None]:
     """
     owners = [
         (owner, noted, {name: _copied(getattr(owner, name)) for name in noted.names})
-        for reference in _NOTED.keyrefs()  # a list: other threads make sessions meanwhile
-        if (owner := reference()) is not None and _is_own(noted := _NOTED[owner])
+        for noted in list(_NOTED.values())
+        if (owner := noted.owner()) is not None and _is_own(noted)
     ]
     waiting = [tensor for owner, _, _ in owners for tensor in getattr(owner, "pending_gradients", list)()]
     grads = [(tensor, tensor.grad) for tensor in waiting]
@@ -73,8 +78,7 @@ def iterations_kept() -> Iterator[None]:
 
 
 def _is_own(noted: _Noted) -> bool:
-    user = noted.user()
-    return user is not None and _THREADS.get(user) == get_ident()
+    return _THREADS.get(noted.user) == get_ident()
 
 
 def _copied(value: Any) -> Any:

@@ -48,9 +48,9 @@ class MasterHooks:
 
     @no_graph_of_its_own
     def before_forward(self, _module: nn.Module, _args: object) -> None:
-        """Show the model the weights of a step that was interrupted, or that is running. Sync: none."""
+        """Finish a step that was interrupted. Sync: none."""
         for masters in self._masters:
-            masters.catch_up(in_step=True)
+            masters.catch_up()
 
     def after_save(self, module: nn.Module, saved: dict[str, Any], prefix: str, _metadata: Any) -> None:
         """Replace this module's own half tensors in ``saved`` by their float32 values."""

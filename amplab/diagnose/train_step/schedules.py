@@ -5,6 +5,7 @@ from __future__ import annotations
 import types
 from collections.abc import Callable, Container, Iterator, Sequence
 from functools import partial
+from itertools import islice
 from typing import Any, NamedTuple
 
 from torch.optim import Optimizer
@@ -12,6 +13,7 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 __all__ = ["ScheduleMove", "ScheduleWatch", "reached_from", "schedulers_of"]
 
+_MOST_ELEMENTS = 1_000  # of a container: a list of examples is long
 _DEPTH = 4
 """How many functions and objects away from the step the search goes."""
 
@@ -81,9 +83,9 @@ def _named_in(value: Any, names: Container[str] | None) -> Iterator[Any]:
         yield from (value.__globals__[name] for name in value.__code__.co_names if name in value.__globals__)
         yield from _in_cells(value)
     elif isinstance(value, list | tuple | set):
-        yield from value
+        yield from islice(value, _MOST_ELEMENTS)
     elif isinstance(value, dict):
-        yield from value.values()
+        yield from islice(value.values(), _MOST_ELEMENTS)
     elif _is_users(value):
         yield from (each for name, each in vars(value).items() if names is None or name in names)
 

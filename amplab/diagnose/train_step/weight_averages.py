@@ -76,7 +76,8 @@ class WeightAverages:
         candidates = [each for each in written if self._may_be_average(each)]
         if not candidates:
             return
-        if torch.Tag.nondeterministic_seeded in func.tags:  # run twice, it would advance the generator twice
+        # Run twice, it would advance the generator twice; and what an op of others does besides is not known.
+        if torch.Tag.nondeterministic_seeded in func.tags or func.namespace != "aten":
             self._forget(candidates)
             return
         for each in candidates:
