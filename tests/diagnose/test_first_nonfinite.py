@@ -16,6 +16,7 @@ from amplab.amp import Session
 from amplab.diagnose.first_nonfinite import first_nonfinite
 from amplab.diagnose.reruns import probe
 from amplab.diagnose.rules.nonfinite import finding_of
+from amplab.diagnose.train_step.schedules import reached_from
 
 
 class Scores(nn.Module):
@@ -391,3 +392,23 @@ def test_another_tool_refuses_a_call_in_its_own_step(tool):
     model.register_forward_hook(lambda *_: tool(model, torch.ones(1, 4)))
     with pytest.raises(RuntimeError, match=rf"amplab\.{tool.__name__} is called in a step that it runs itself"):
         tool(model, torch.ones(1, 4))
+
+
+def test_a_hook_may_ask_about_a_part_of_the_model():
+    model = nn.Sequential(nn.Linear(4, 4), nn.ReLU())
+    asked = []
+    model.register_forward_hook(lambda *_: asked.append(amplab.xray(model[0], torch.ones(1, 4))) and None)
+    amplab.xray(model, torch.ones(1, 4))
+    assert asked
+
+
+def test_a_step_that_leads_to_many_objects_is_not_searched_for_long():
+    rows = [[number] for number in range(300_000)]
+    model = nn.Linear(4, 2)
+
+    def loss(output):
+        return output.sum() + 0.0 * len(rows)
+
+    seen = sum(1 for _ in reached_from(loss))
+    assert seen < 5_000
+    assert first_nonfinite(model, torch.ones(1, 4), loss=loss) is None

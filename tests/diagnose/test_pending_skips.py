@@ -270,3 +270,28 @@ def test_gradients_in_flat_buffers_wait_for_their_step(name, level):
     TOOLS[name](model, optimizer, whole)
     assert all(each.grad is grad for each, grad in zip(amp.master_params(optimizer), grads, strict=True))
     assert all(map(torch.equal, grads, before))
+
+
+def test_edits_after_a_step_that_raised_are_kept():
+    """As averages of the weights that are put in for an evaluation; the first forward shows the step's own weights."""
+    torch.manual_seed(0)
+    model = nn.Linear(4, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model, optimizer = amp.initialize(model, optimizer, opt_level="O2", loss_scale=128.0, verbosity=0)
+    iteration(model, optimizer)
+    optimizer.step()
+    iteration(model, optimizer)
+
+    def fail(*_):
+        raise KeyError("as of a hook")
+
+    hook = optimizer.register_step_pre_hook(fail)
+    with pytest.raises(KeyError):
+        optimizer.step()
+    hook.remove()
+    model(X)
+    for _ in range(2):
+        with torch.no_grad():
+            model.weight.fill_(2.0)
+        model(X)
+        assert torch.equal(model.weight, torch.full((2, 4), 2.0).half())

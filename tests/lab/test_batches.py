@@ -236,3 +236,17 @@ def test_other_data_are_refused(data, words):
 def test_data_without_a_batch_are_refused():
     with pytest.raises(ValueError, match="yields no batch"):
         Batches([], 0).batch(0)
+
+
+def test_data_that_draw_from_the_system_are_read():
+    class Augmented(Dataset):
+        def __init__(self):
+            self.draw = random.SystemRandom()
+
+        def __len__(self):
+            return 4
+
+        def __getitem__(self, index):
+            return torch.tensor(index + 0 * self.draw.random())
+
+    assert Batches(DataLoader(Augmented()), seed=0).batch(0).shape == (1,)

@@ -5,6 +5,7 @@ import copy
 import os
 import subprocess
 import sys
+import threading
 import warnings
 from functools import partial
 
@@ -25,6 +26,7 @@ import amplab
 from amplab import amp
 from amplab.diagnose.train_step.loop_recorder import LoopRecorder
 from amplab.lab import step_look, watch
+from amplab.policies.casting.function_modes import function_modes
 from amplab.trace import optimizer_hooks
 
 STEPS = 8
@@ -570,3 +572,39 @@ def test_what_a_look_cannot_read_does_not_end_the_program():
     with pytest.warns(RuntimeWarning, match=r"the look at step \d failed"):
         found = trained(True)
     assert all(map(torch.equal, found, trained(False)))
+
+
+def test_a_teacher_in_another_thread_ends_no_look():
+    """Its forward would end the modes in the thread that runs it."""
+    model, teacher = nn.Linear(8, 8), nn.TransformerEncoderLayer(8, 2, 16, batch_first=True).eval()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with amplab.watch(model, optimizer) as w:
+        for x in w.batches([torch.randn(4, 3, 8) for _ in range(3)]):
+            serving = threading.Thread(target=teacher, args=(x,))
+            serving.start()
+            serving.join()
+            optimizer.zero_grad()
+            model(x).sum().backward()
+            optimizer.step()
+    assert function_modes() == []
+    assert "looked at the values of every op of 1 step" in str(w.findings())
+
+
+def test_an_op_of_others_that_writes_an_average_runs_once():
+    dtypes = []
+
+    @torch.library.custom_op("amplab_tests::average", mutates_args={"average"})
+    def average(average: torch.Tensor, weight: torch.Tensor) -> None:
+        dtypes.append(average.dtype)
+        average.lerp_(weight, 0.5)
+
+    model = nn.Linear(4, 4).to(torch.bfloat16)
+    optimizer, kept = torch.optim.SGD(model.parameters(), lr=0.1), torch.zeros(4, 4, dtype=torch.bfloat16)
+    with amplab.watch(model, optimizer) as w:
+        for x in w.batches([torch.randn(2, 4, dtype=torch.bfloat16) for _ in range(3)]):
+            optimizer.zero_grad()
+            model(x).float().square().mean().backward()
+            optimizer.step()
+            with torch.no_grad():
+                average(kept, model.weight)
+    assert dtypes == [torch.bfloat16] * 3

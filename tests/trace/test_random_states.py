@@ -102,3 +102,8 @@ def test_the_generators_that_a_seed_is_for_are_global():
     found = torch.default_generator, random.random.__self__, np.random.rand.__self__
     assert all(isinstance(each, GENERATORS) and is_global(each) for each in found)
     assert not any(is_global(make(1)) for make, _ in SINGLE.values())
+
+
+def test_a_generator_without_a_state_is_left_out():
+    assert restorers((random.SystemRandom(), random.Random(1))) != ()
+    assert len(restorers((random.SystemRandom(), random.Random(1)))) == 1
