@@ -6,7 +6,6 @@ edits       model -> master    master <- model, if the model's weight was edited
 """
 
 from collections.abc import Callable, Iterable
-from types import FrameType
 from typing import NamedTuple
 
 import torch
@@ -15,7 +14,6 @@ from torch.nn import Parameter
 
 from amplab.formats import LOW_PRECISION_DTYPES
 from amplab.kernels import unscale_add, unscale_copy
-from amplab.policies.casting.thread_scopes import is_running
 from amplab.scalers.to_device import to_device
 from amplab.scalers.unscaler import inverse_scale, tensors_of
 
@@ -50,7 +48,7 @@ class MasterWeights:
         self._pairs: dict[int, MasterPair] = {}
         self._watched: dict[int, Tensor] = {}
         self._are_ahead = False
-        self._step: FrameType | None = None  # the call that steps the masters
+        self._step: Callable[[], bool] | None = None  # whether it runs still
         self.add_pairs(params)
 
     @property
@@ -128,13 +126,13 @@ class MasterWeights:
             torch._foreach_copy_([pair.model for pair in self.pairs], [pair.master for pair in self.pairs])
         self._are_ahead, self._step = False, None
 
-    def begin_step(self, step: FrameType | None = None) -> None:
+    def begin_step(self, runs: Callable[[], bool] | None = None) -> None:
         """Note that the masters are stepped from now on, so the model needs a copy. Sync: none.
 
         Args:
-            step: the call of the optimizer, if its hooks may run the model.
+            runs: returns whether the call of the optimizer runs still, if its hooks may run the model.
         """
-        self._are_ahead, self._step = True, step
+        self._are_ahead, self._step = True, runs
 
     def end_step(self) -> None:
         """As `copy_to_model`, unless it has been called since `begin_step`. Sync: none."""
@@ -147,10 +145,10 @@ class MasterWeights:
         While the step runs, as for a forward in a hook of the optimizer, the model needs another copy at its end.
         """
         if self._are_ahead:
-            step = None if torch.compiler.is_compiling() else self._step  # a graph knows no frames
+            runs = None if torch.compiler.is_compiling() else self._step  # a graph knows no frames
             self.copy_to_model()
-            if step is not None and is_running(step):
-                self.begin_step(step)
+            if runs is not None and runs():
+                self.begin_step(runs)
 
     @torch.no_grad()
     def copy_from_model(self) -> None:

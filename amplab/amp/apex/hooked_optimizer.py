@@ -16,6 +16,7 @@ import operator
 import sys
 import weakref
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from types import FrameType
 from typing import Any, NamedTuple
 
@@ -454,7 +455,7 @@ class HookedOptimizer:
             for param, _ in self._step.parked:  # a step without gradients changes nothing
                 param.grad = None
             if self._overflow is None and gradients:
-                self.masters.begin_step(frame)
+                self.masters.begin_step(partial(is_running, frame))
         if not self._casts_in_step:
             suspend_casts(frame)
         return None
