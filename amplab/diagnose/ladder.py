@@ -49,7 +49,7 @@ from amplab.policies.signals import is_interrupt
 from amplab.trace.argument_checks import check_gradients_on
 from amplab.trace.as_found import Undo, leaves_as_found
 from amplab.trace.handed_step import Loss, shows_calls
-from amplab.trace.random_states import restorers, seed_all
+from amplab.trace.random_states import generators_of, restorers, seed_all
 from amplab.trace.untouched import computed_anew
 
 __all__ = ["RUNGS", "LadderReport", "LadderRung", "ladder"]
@@ -501,16 +501,10 @@ def _batches(data: Any) -> Iterator[Any]:
 def _seeded(seed: int, data: Any) -> Iterator[None]:
     """Draw from `seed`; after the block all generators are as before, also those that give the order of the batches."""
     kept = capture_rng()
-    samplers = [getattr(data, name, None) for name in ("sampler", "batch_sampler")]
-    samplers += [getattr(sampler, "sampler", None) for sampler in samplers]
     with Undo() as undo:
         undo.add(partial(restore_rng, kept))
-        for restore in restorers({id(own): own for each in (data, *samplers) for own in _attributes(each)}.values()):
+        for restore in restorers(generators_of(data)):
             undo.add(restore)
         computed_anew(undo, caches=False)
         seed_all(seed)
         yield
-
-
-def _attributes(owner: Any) -> Iterable[Any]:
-    return getattr(owner, "__dict__", {}).values()

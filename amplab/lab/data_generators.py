@@ -9,19 +9,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
 from typing import Any
 
-from torch import Tensor, nn
-
 from amplab.trace.as_found import Undo
-from amplab.trace.random_states import GENERATORS, has_state, is_global, reseed, restorers
+from amplab.trace.random_states import generators_of, reseed, restorers
 
 __all__ = ["DataGenerators"]
-
-_MOST_OBJECTS = 10_000
-_MOST_ELEMENTS = 64  # of a list, a tuple or a dict: a list of examples is long
-_WITHOUT = (Tensor, nn.Module, type, ModuleType, FunctionType, BuiltinFunctionType, MethodType, str, bytes, int, float)
 
 
 class DataGenerators:
@@ -37,7 +30,7 @@ class DataGenerators:
     def begin(self, data: Any, epoch: int, seed: int) -> None:
         """Set the states in which an epoch begins."""
         if self._given is None:
-            self._found = tuple(_generators_of(data))
+            self._found = tuple(generators_of(data))
             self._given = self.states()
         for generator, restore in zip(self._found, self._given, strict=True):
             restore()
@@ -55,21 +48,3 @@ class DataGenerators:
         with Undo() as undo:
             undo.add(lambda: [restore() for restore in (self._given or () if is_first else before)])
             yield
-
-
-def _generators_of(data: Any) -> Iterator[Any]:
-    """Yield the generators in the attributes of data, in those of what is there, and so on."""
-    seen, waiting = set[int](), [data]
-    while waiting and len(seen) < _MOST_OBJECTS:
-        each = waiting.pop()
-        if id(each) in seen or isinstance(each, _WITHOUT):
-            continue
-        seen.add(id(each))
-        if isinstance(each, GENERATORS):
-            if has_state(each) and not is_global(each):
-                yield each
-        elif isinstance(each, list | tuple):
-            waiting += each[:_MOST_ELEMENTS]
-        else:
-            values = each if isinstance(each, dict) else getattr(each, "__dict__", {})
-            waiting += [*values.values()][: _MOST_ELEMENTS if values is each else None]

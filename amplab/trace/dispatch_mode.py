@@ -133,8 +133,7 @@ def drop_ended(*, in_loop: bool = False) -> None:
         in_loop: called in each step: ask at most once a second whether a block of ``torch.inference_mode`` has ended.
     """
     for mode in _get_current_dispatch_mode_stack():
-        may_ask = not in_loop or time.monotonic() >= getattr(mode, "_stays_until", 0.0)
-        if isinstance(mode, DispatchMode) and mode.has_ended and may_ask:
+        if isinstance(mode, DispatchMode) and mode.has_ended and not (in_loop and time.monotonic() < mode._stays_until):
             mode.__exit__()
 
 

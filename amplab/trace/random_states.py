@@ -5,14 +5,16 @@ import random
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
+from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
 from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor, nn
 
 from amplab.trace.as_found import Undo
 
-__all__ = ["GENERATORS", "has_state", "is_global", "random_states_kept", "reseed", "restorers", "seed_all"]
+__all__ = ["GENERATORS", "generators_of", "is_global", "random_states_kept", "reseed", "restorers", "seed_all"]
 
 GENERATORS = torch.Generator, random.Random, np.random.Generator, np.random.RandomState
 """The types of single generators."""
@@ -78,10 +80,10 @@ def restorers(values: Iterable[Any]) -> tuple[Callable[[], object], ...]:
     >>> bool(torch.rand((), generator=own) == first)
     True
     """
-    return tuple(_undo(value) for value in values if has_state(value))
+    return tuple(_undo(value) for value in values if _has_state(value))
 
 
-def has_state(value: Any) -> bool:
+def _has_state(value: Any) -> bool:
     """Return whether a value is a random generator whose state can be read: not that of the system. Sync: none."""
     return isinstance(value, GENERATORS) and not isinstance(value, random.SystemRandom)
 
@@ -137,3 +139,26 @@ def _numpys_words() -> bytes | None:
 def _which(device: torch.device) -> tuple[torch.device, ...]:
     """The argument that names a device; MPS has only one device and takes none."""
     return () if device.type == "mps" else (device,)
+
+
+_MOST_OBJECTS = 10_000
+_MOST_ELEMENTS = 64  # of a list, a tuple or a dict: a list of examples is long
+_WITHOUT = (Tensor, nn.Module, type, ModuleType, FunctionType, BuiltinFunctionType, MethodType, str, bytes, int, float)
+
+
+def generators_of(data: Any) -> Iterator[Any]:
+    """Yield the generators in the attributes of data, in those of what is there, and so on."""
+    seen, waiting = set[int](), [data]
+    while waiting and len(seen) < _MOST_OBJECTS:
+        each = waiting.pop()
+        if id(each) in seen or isinstance(each, _WITHOUT):
+            continue
+        seen.add(id(each))
+        if isinstance(each, GENERATORS):
+            if _has_state(each) and not is_global(each):
+                yield each
+        elif isinstance(each, list | tuple):
+            waiting += each[:_MOST_ELEMENTS]
+        else:
+            values = each if isinstance(each, dict) else getattr(each, "__dict__", {})
+            waiting += [*values.values()][: _MOST_ELEMENTS if values is each else None]

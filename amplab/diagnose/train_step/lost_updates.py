@@ -75,9 +75,8 @@ class ShadowStep:
     def compared(self, number: int) -> LostUpdates | None:
         """Take the step in float32 too, and return what the 16-bit step lost; None if there was no update."""
         step = type(self._shadow).step  # not that of the instance, which a scheduler has replaced
-        step = (
-            getattr(step, "__wrapped__", step) if hasattr(step, "hooked") else step
-        )  # without hooks on all optimizers
+        if hasattr(step, "hooked"):  # around it are the hooks on all optimizers
+            step = getattr(step, "__wrapped__", step)
         with torch.enable_grad():
             step(self._shadow)
         updated = unmoved = 0
