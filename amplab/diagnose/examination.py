@@ -57,7 +57,7 @@ from amplab.diagnose.rules.updates import (
     updates_lost,
 )
 from amplab.diagnose.rules.values import value_findings
-from amplab.diagnose.train_step.loop_state import scalers_kept
+from amplab.diagnose.train_step.loop_state import kept
 from amplab.diagnose.train_step.rehearse_loop import RecordingError, rehearse_loop
 from amplab.diagnose.train_step.schedules import schedulers_of
 from amplab.display.numbers import count, power
@@ -81,6 +81,7 @@ from amplab.trace.handed_step import (
     scaler_in_use,
     shows_calls,
 )
+from amplab.trace.scaler_states import scalers_kept
 
 __all__ = ["doctor"]
 
@@ -179,7 +180,7 @@ def doctor(
         model, scaler, opt_level=opt_level, policy=policy, autocast=autocast, loss_scale=loss_scale
     ) as setting:
         if handed is not None:
-            with scalers_kept(in_use, loss, step):
+            with kept((), in_use, ()), scalers_kept(loss, step):
                 observed, of_step = _examine_step(model, setting.of_step(handed), setting, batch, optimizers, in_use)
             found = [*found, *(of_step if run is None else _with_skips(of_step, run))]
     found += (*parameter_findings(model, optimizers, observed), *nonfinite_buffers(model))

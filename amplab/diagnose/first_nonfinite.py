@@ -29,7 +29,7 @@ from amplab.diagnose.observed_step.tensor_summary import TensorSummary, counted
 from amplab.diagnose.observed_step.values import ObservedStep, measured_in, observe_step
 from amplab.diagnose.remedies.api_styles import ApiStyle, api_style_of
 from amplab.diagnose.reruns import Headroom, RerunResult, headroom, probe
-from amplab.diagnose.train_step.loop_state import scalers_kept
+from amplab.diagnose.train_step.loop_state import kept
 from amplab.policies import PrecisionPolicy
 from amplab.policies.nested_tensors import map_tensors, named_tensors_in
 from amplab.trace import OpRecord, trace_step
@@ -47,6 +47,7 @@ from amplab.trace.handed_step import (
     shows_calls,
 )
 from amplab.trace.precision_settings import precision_setting
+from amplab.trace.scaler_states import scalers_kept
 
 __all__ = ["FirstNonfinite", "Setting", "explain", "first_nonfinite", "setting_of"]
 
@@ -195,7 +196,8 @@ def first_nonfinite(
         setting_of(
             model, scaler, opt_level=opt_level, policy=policy, autocast=autocast, loss_scale=loss_scale
         ) as setting,
-        scalers_kept(scaler_in_use(scaler), loss, step),
+        kept((), scaler_in_use(scaler), ()),
+        scalers_kept(loss, step),
     ):
         handed = setting.of_step(handed)
         seen = observe_step(model, handed, casting=setting.casting(), loss_scale=setting.loss_scale, batch=batch)

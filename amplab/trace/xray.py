@@ -11,6 +11,7 @@ from amplab.trace.as_found import leaves_as_found
 from amplab.trace.handed_step import HandedStep, Loss, Models, as_model, handed_step, shows_calls
 from amplab.trace.kept_tensors import KeptTensors
 from amplab.trace.precision_settings import PrecisionSetting, precision_setting
+from amplab.trace.scaler_states import scalers_kept
 from amplab.trace.statistics import Statistics
 from amplab.trace.step import record_step
 from amplab.trace.xray_value import XRay
@@ -82,7 +83,10 @@ def xray(
         check_loss_scale(loss_scale)
     model = as_model(model, values=bool(stats))
     handed = handed_step("xray", model, batch, loss=loss, step=step)
-    with precision_setting(model, opt_level=opt_level, policy=policy, autocast=autocast) as precision:
+    with (
+        scalers_kept(loss, step),
+        precision_setting(model, opt_level=opt_level, policy=policy, autocast=autocast) as precision,
+    ):
         setting = precision if loss_scale is None else replace(precision, loss_scale=loss_scale)
         try:
             return _taken(model, handed, setting, KeptTensors(model), stats=stats)

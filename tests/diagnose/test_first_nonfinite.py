@@ -16,7 +16,7 @@ from amplab.amp import Session
 from amplab.diagnose.first_nonfinite import first_nonfinite
 from amplab.diagnose.reruns import probe
 from amplab.diagnose.rules.nonfinite import finding_of
-from amplab.diagnose.train_step.schedules import reached_from
+from amplab.trace.reached_values import reached_from
 
 
 class Scores(nn.Module):

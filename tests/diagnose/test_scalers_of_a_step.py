@@ -7,6 +7,7 @@ from torch import nn
 import amplab
 
 KINDS = [torch.amp.GradScaler, amplab.GradScaler]
+TOOLS = [amplab.first_nonfinite, amplab.doctor, amplab.xray, amplab.gradient_range]
 
 
 class Gan:
@@ -64,9 +65,71 @@ def ask(tool, **options):
 @pytest.mark.filterwarnings("ignore:.*:UserWarning")
 @pytest.mark.parametrize("own", [True, False])
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("tool", [amplab.first_nonfinite, amplab.doctor])
+@pytest.mark.parametrize("tool", TOOLS)
 def test_a_tool_restores_the_scalers_that_the_step_names(tool, kind, own):
     assert same(trained(Gan(kind, own=own), ask(tool)), trained(Gan(kind, own=own)))
+
+
+class Plain:
+    """A loop in which a tool is called at one point of an iteration."""
+
+    def __init__(self, kind, fused):
+        torch.manual_seed(0)
+        self.model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1))
+        self.optimizer = torch.optim.Adam(self.model.parameters(), lr=0.01, fused=fused)
+        self.scaler = kind("cpu", init_scale=1024.0, growth_interval=2)
+        self.batch = torch.randn(3, 4)
+
+    def iteration(self, tool=None, at=None, factor=1.0):
+        def point(name):
+            if tool is not None and at == name:
+                tool(self)
+
+        self.optimizer.zero_grad()
+        scaled = self.scaler.scale(self.model(self.batch).square().mean() * factor)
+        point("before backward")
+        scaled.backward()
+        point("before unscale_")
+        self.scaler.unscale_(self.optimizer)
+        point("before step")
+        torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
+        self.scaler.step(self.optimizer)
+        point("before update")
+        self.scaler.update()
+
+
+def whole_iteration(plain):
+    amplab.doctor(plain.model, train_step=plain.iteration, optimizer=plain.optimizer, scaler=plain.scaler)
+
+
+def loss_that_trains(plain):
+    """A loss that takes a step of the same optimizer under the same scaler."""
+
+    def step():
+        plain.iteration()
+        return plain.model(plain.batch).mean()
+
+    amplab.xray(plain.model, step=step)
+
+
+@pytest.mark.filterwarnings("ignore:.*:UserWarning")
+@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("at", ["before backward", "before unscale_", "before step", "before update"])
+@pytest.mark.parametrize("tool", [whole_iteration, loss_that_trains])
+def test_a_tool_within_an_iteration_leaves_its_scaler(tool, at, kind, fused):
+    expected, examined = Plain(kind, fused), Plain(kind, fused)
+    scale = None
+    for number in range(9):
+        factor = float("inf") if number == 4 else 1.0
+        expected.iteration(factor=factor)
+        examined.iteration(tool if number in (1, 4) else None, at, factor)
+        scale = scale if scale is not None else examined.scaler._scale
+    assert examined.scaler._scale is scale  # the tensor that a captured graph reads
+    assert examined.scaler.get_scale() == expected.scaler.get_scale()
+    assert examined.scaler._get_growth_tracker() == expected.scaler._get_growth_tracker()
+    for found, wanted in zip(examined.model.parameters(), expected.model.parameters(), strict=True):
+        assert torch.equal(found, wanted)
 
 
 @pytest.mark.filterwarnings("ignore:.*:UserWarning")

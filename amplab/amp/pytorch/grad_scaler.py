@@ -725,6 +725,15 @@ class GradScaler(torch.amp.GradScaler):
 
     # -- copies ------------------------------------------------------------------------------------
 
+    def _outside_of_iteration(self) -> dict[str, Any]:
+        """Return the attributes of a scaler with the same scales, outside of an iteration. Sync: two for each loss."""
+        other = object.__new__(type(self))
+        vars(other).update(vars(self))
+        other._scales = [each.copied() for each in self._scales]
+        other._per_optimizer_states = defaultdict(_refresh_per_optimizer_state)
+        other._begin()
+        return vars(other)
+
     def __getstate__(self) -> dict[str, Any]:
         """Return what a pickle contains: settings, scale and the rule's counts, but neither device nor subscribers.
 

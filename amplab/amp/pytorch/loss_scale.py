@@ -9,6 +9,7 @@
 The scales of `amplab.amp.initialize` are on the host: ``apex/loss_scaling.py``.
 """
 
+import copy
 import warnings
 from collections.abc import Mapping
 from dataclasses import asdict, fields, replace
@@ -205,7 +206,14 @@ class LossScale:
         check_number(name, value, f"{name}=")
         setattr(self, name, value)
 
-    # -- checkpoints ---------------------------------------------------------------------------------
+    # -- copies and checkpoints ----------------------------------------------------------------------
+
+    def copied(self) -> "LossScale":
+        """Return a copy with tensors of its own. Sync: two, after the first loss."""
+        other = copy.copy(self)
+        if self.scale is not None:
+            other.put_on(self.scale.device)
+        return other
 
     def state_dict(self) -> dict[str, Any]:
         """Return torch's five entries, and ``rule_state`` under a rule. Sync: two, after the first loss."""

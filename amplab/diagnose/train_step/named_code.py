@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from amplab.diagnose.train_step.schedules import reached_from
+from amplab.trace.reached_values import reached_from
 
 __all__ = ["clips_of_model_parameters", "leads_to", "names_of_functions"]
 

@@ -32,12 +32,13 @@ from amplab.diagnose.rules.gradients import (
     not_scaled_perhaps,
 )
 from amplab.diagnose.train_step.loop_recorder import LoopRecorder, norm_of
-from amplab.diagnose.train_step.loop_state import kept, other_scalers, scales_of, set_scale
+from amplab.diagnose.train_step.loop_state import kept, scales_of, set_scale
 from amplab.diagnose.train_step.named_code import clips_of_model_parameters, leads_to
 from amplab.diagnose.train_step.rehearsal import Rehearsal
 from amplab.diagnose.train_step.schedules import ScheduleWatch, schedulers_of
 from amplab.policies.signals import is_interrupt
 from amplab.trace.handed_step import Scaler
+from amplab.trace.scaler_states import named_scalers
 from amplab.trace.stand_ins import apart
 from amplab.trace.untouched import untouched
 
@@ -119,7 +120,7 @@ def rehearse(
     schedulers = schedulers_of(train_step, stateful)
     named = {id(each) for each in stateful}
     recorder = LoopRecorder(model, optimizers, scaler, ScheduleWatch(schedulers, optimizers), overflows=overflows)
-    changed = *schedulers_of(train_step, stateful, counting=False), *other_scalers(train_step, scaler)
+    changed = *schedulers_of(train_step, stateful, counting=False), *named_scalers(train_step)
     others = [each for each in changed if id(each) not in named]
     with (
         apart(model),  # first: the optimizers step its tensors
@@ -128,7 +129,7 @@ def rehearse(
         recorder.recording(),
     ):
         if loss_scale is not None:
-            for each in (scaler, *other_scalers(train_step, scaler)):
+            for each in (scaler, *named_scalers(train_step)):
                 set_scale(each, loss_scale)
         recorder.scales = scales_of(scaler)
         train_step()
@@ -180,7 +181,7 @@ def _gradients_left_over(
     Arguments, and what is restored, as for `rehearse`. Sync: many.
     """
     named = {id(each) for each in stateful}
-    changed = *schedulers_of(train_step, stateful, counting=False), *other_scalers(train_step, scaler)
+    changed = *schedulers_of(train_step, stateful, counting=False), *named_scalers(train_step)
     others = [each for each in changed if id(each) not in named]
     with apart(model), kept(optimizers, scaler, [*stateful, *others]), untouched(model):
         with LoopRecorder(model, optimizers, scaler, overflows=True).recording():

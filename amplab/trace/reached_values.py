@@ -1,0 +1,76 @@
+"""`reached_from`: the values that the code of a function leads to, by the names in it."""
+
+import types
+from collections.abc import Callable, Container, Iterator
+from functools import partial
+from itertools import islice
+from typing import Any
+
+from torch.optim.lr_scheduler import LRScheduler
+
+__all__ = ["reached_from"]
+
+_MOST_ELEMENTS = 1_000  # of a container: a list of examples is long
+_DEPTH = 4
+"""How many functions and objects away from the function the search goes."""
+
+
+def reached_from(function: Callable[..., Any], names: Container[str] | None = None) -> Iterator[Any]:
+    """What a function can reach by the names in its code, itself first: functions, and the contents of objects.
+
+    Args:
+        function: the function.
+        names: the attributes of objects to follow; None for all.
+    """
+    seen: set[int] = set()
+    waiting = [(function, 0)]
+    while waiting:
+        value, depth = waiting.pop()
+        if id(value) not in seen:
+            yield value
+        if depth < _DEPTH and id(value) not in seen and not isinstance(value, LRScheduler):
+            seen.add(id(value))
+            waiting += [(each, depth + 1) for each in _named_in(value, names)]
+
+
+def _named_in(value: Any, names: Container[str] | None) -> Iterator[Any]:
+    """What a function names, the object of a method, the contents of a container or of a plain object."""
+    if isinstance(value, partial):
+        yield from (value.func, *value.args, *value.keywords.values())
+    elif isinstance(value, types.MethodType):
+        yield from (value.__func__, value.__self__)
+        yield from _own_methods(value)
+    elif isinstance(value, types.FunctionType):
+        yield from (value.__globals__[name] for name in value.__code__.co_names if name in value.__globals__)
+        yield from _in_cells(value)
+    elif isinstance(value, list | tuple | set):
+        yield from islice(value, _MOST_ELEMENTS)
+    elif isinstance(value, dict):
+        yield from islice(value.values(), _MOST_ELEMENTS)
+    elif _is_users(value):
+        yield from (each for name, each in vars(value).items() if names is None or name in names)
+
+
+def _own_methods(method: types.MethodType) -> Iterator[types.MethodType]:
+    """The methods of the same object that a method of a user's class names."""
+    if _is_users(owner := method.__self__):
+        for name in getattr(method.__func__, "__code__", _NO_CODE).co_names:
+            if isinstance(getattr(type(owner), name, None), types.FunctionType):
+                yield types.MethodType(getattr(type(owner), name), owner)
+
+
+_NO_CODE = compile("", "", "exec")
+
+
+def _in_cells(function: types.FunctionType) -> Iterator[Any]:
+    for cell in function.__closure__ or ():
+        try:
+            yield cell.cell_contents
+        except ValueError:  # a variable that has no value yet
+            continue
+
+
+def _is_users(value: Any) -> bool:
+    """Whether it is a plain object of a class outside of torch and amplab, such as a trainer."""
+    plain = not isinstance(value, type | types.ModuleType) and isinstance(getattr(value, "__dict__", None), dict)
+    return plain and type(value).__module__.partition(".")[0] not in ("torch", "amplab", "builtins")

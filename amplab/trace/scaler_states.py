@@ -1,0 +1,53 @@
+"""GradScalers set aside: a block uses them outside of an iteration, at the same scales, and leaves them as before."""
+
+import inspect
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+
+import amplab.amp
+from amplab.trace.as_found import Undo, rebind
+from amplab.trace.reached_values import reached_from
+
+__all__ = ["named_scalers", "scalers_kept", "set_aside"]
+
+
+@contextmanager
+def scalers_kept(*functions: Callable[..., Any] | None) -> Iterator[None]:
+    """Set aside the GradScalers that the code of ``functions`` names. A loss may train a discriminator by itself.
+
+    Sync: a few.
+    """
+    with Undo() as undo:
+        for function in functions:
+            for scaler in () if function is None else named_scalers(function):
+                set_aside(scaler, undo)
+        yield
+
+
+def named_scalers(function: Callable[..., Any]) -> list[torch.amp.GradScaler]:
+    """The GradScalers that the code of a function names, each once; a loop should have one per optimizer."""
+    reached = reached_from(inspect.unwrap(function))
+    return list({id(each): each for each in reached if isinstance(each, torch.amp.GradScaler)}.values())
+
+
+def set_aside(scaler: torch.amp.GradScaler, undo: Undo) -> None:
+    """Let ``scaler`` begin an iteration with copies of its scales, until ``undo`` ends.
+
+    The graph of a loss that is scaled already, and a captured graph, need the tensors themselves, unchanged.
+
+    Sync: two for each loss, or none.
+    """
+    undo.add(partial(rebind, vars(scaler), dict(vars(scaler))))
+    if isinstance(scaler, amplab.amp.GradScaler):
+        vars(scaler).update(scaler._outside_of_iteration())
+        return
+    copies: dict[str, Any] = {
+        name: value.clone() for name, value in vars(scaler).items() if isinstance(value, torch.Tensor)
+    }
+    rows: Any = scaler._per_optimizer_states
+    vars(scaler).update(copies, _per_optimizer_states=defaultdict(rows.default_factory))
