@@ -29,9 +29,9 @@ class FoundByLoss:
     def __bool__(self) -> bool:
         return bool(self._found)
 
-    def has(self, optimizer: Optimizer) -> bool:
-        """Return whether a `scale_loss` has unscaled gradients of the optimizer."""
-        return id(optimizer) in self._found
+    def has(self, optimizer: int) -> bool:
+        """Return whether a `scale_loss` has unscaled gradients of the optimizer with this id."""
+        return optimizer in self._found
 
     def note(self, optimizer: Optimizer, loss_id: int, found_inf: Tensor) -> None:
         """Note ``()`` found_inf of one backward of a loss; an overflow before stays one. Sync: none."""

@@ -34,7 +34,7 @@ from amplab.amp.arguments import SMALLEST_SCALE, checked_flag, checked_num_losse
 from amplab.amp.backward.clipping import clip_by_norm_, clip_shards_by_norm_
 from amplab.amp.backward.gradients import ScaledBackward, bookkeeping
 from amplab.amp.backward.records import ScaleRecord, StepOutcome
-from amplab.amp.pytorch.found_inf import FoundByLoss, found_inf_of, larger, verdict_of
+from amplab.amp.pytorch.found_inf import FoundByLoss, Row, found_inf_of, larger, verdict_of
 from amplab.amp.pytorch.fused_step import (
     leaves_gradients_unscaled,
     lend_scale,
@@ -58,6 +58,9 @@ from amplab.scalers import ScaleRule
 __all__ = ["GradScaler"]
 
 _NUMBERS = (2.0**16, 2.0, 0.5, 2000)
+_NOT_SAVED = frozenset(
+    ("_known", "_done", "_unfinished", "_by_loss", "_before_interrupt", "_last", "_collapse", "_subscribers")
+)
 
 
 class _OfFirstLoss:
@@ -158,6 +161,7 @@ class GradScaler(torch.amp.GradScaler):
         self._done = UnscaledGradients()
         self._unfinished = UnfinishedIteration()
         self._by_loss = FoundByLoss()
+        self._before_interrupt: list[Row] = []  # of iterations that had no update
         self._last: StepReport | StepOutcome = NO_STEP_YET
         self._collapse = ScaleCollapse()
         self._subscribers = ScaleSubscribers()
@@ -222,13 +226,17 @@ class GradScaler(torch.amp.GradScaler):
         return type(outputs)(products) if isinstance(outputs, (list, tuple)) else products
 
     def _begin_if_interrupted(self) -> None:
-        if self._unfinished.in_call or (self._per_optimizer_states and self._unfinished.between_calls()):
+        if self._unfinished.in_call() or (self._per_optimizer_states and self._unfinished.between_calls()):
             self._begin_after_interrupt()
 
     def _begin_after_interrupt(self) -> None:
-        """Begin the next iteration, without an update. Gradients that are not zeroed count as unscaled."""
+        """Begin the next iteration, without an update, which the next one makes up for.
+
+        Gradients that are not zeroed count as unscaled.
+        """
+        rows = self._per_optimizer_states.items()
+        self._before_interrupt += [row for number, row in rows if not self._by_loss.has(number)]
         self._per_optimizer_states = defaultdict(_refresh_per_optimizer_state)
-        self._by_loss = FoundByLoss()
         for optimizer in self._done.continue_after_interrupt():
             take_back_scale(optimizer)
         self._unfinished = UnfinishedIteration()
@@ -453,22 +461,22 @@ class GradScaler(torch.amp.GradScaler):
 
     def _update(self, new_scale: float | Tensor | None) -> None:
         device = self._device_of_scale("update")
-        by_optimizer = self._per_optimizer_states
-        rows = list(by_optimizer.values())
+        rows = list(self._per_optimizer_states.values())
         if new_scale is None and not any(row["found_inf_per_device"] for row in rows):
-            if self._unfinished.was_in_call:
+            if self._unfinished.in_call():
                 self._begin_after_interrupt()
                 return
             raise AssertionError("No inf checks were recorded prior to update. Call step() or unscale_() before it.")
         if new_scale is not None:
             new_scale = checked_scale(new_scale, self._device)
         before = self._subscribers.scales_before([each.scale for each in self._scales]) if self._subscribers else None
-        found = self._by_loss.of_losses(found_inf_of(rows, device), by_optimizer)
-        verdict = verdict_of(rows)
+        checked = {**self._per_optimizer_states, **dict(enumerate(self._before_interrupt))}
+        found = self._by_loss.of_losses(found_inf_of(checked.values(), device), checked)
+        verdict = verdict_of(checked.values())
         if self._by_loss and verdict:
             verdict = None  # which loss overflowed is known on the device only
         self._per_optimizer_states = defaultdict(_refresh_per_optimizer_state)  # so that no scale moves twice
-        self._by_loss = FoundByLoss()
+        self._by_loss, self._before_interrupt = FoundByLoss(), []
         self._unfinished.called_by(None)
         self._done.clear()
         self._known.find_shared()
@@ -596,7 +604,7 @@ class GradScaler(torch.amp.GradScaler):
 
     def _refuse_late(self, optimizer: Optimizer) -> None:
         row = self._per_optimizer_states.get(id(optimizer))
-        late = row is not None and row["stage"] is not OptState.READY and not self._by_loss.has(optimizer)
+        late = row is not None and row["stage"] is not OptState.READY and not self._by_loss.has(id(optimizer))
         if late or (row is not None and row["stage"] is OptState.STEPPED):
             raise RuntimeError(
                 f"scale_loss() with {type(optimizer).__name__} after its unscale_() or step(): call update() first, or "
@@ -747,8 +755,7 @@ class GradScaler(torch.amp.GradScaler):
                 "A GradScaler instance may only be pickled at the beginning of an iteration, or at the end after "
                 "scaler.update()."
             )
-        left_out = ("_known", "_done", "_unfinished", "_by_loss", "_last", "_collapse", "_subscribers")
-        return {name: value for name, value in vars(self).items() if name not in left_out}
+        return {name: value for name, value in vars(self).items() if name not in _NOT_SAVED}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Restore what `__getstate__` returned."""

@@ -7,6 +7,7 @@ In both cases the next `scale` begins an iteration. A program that leaves `updat
 still in them, and is refused as by torch's class. So is a function that catches the interrupt itself and goes on.
 """
 
+import sys
 import threading
 from dis import opmap
 from types import FrameType
@@ -21,28 +22,24 @@ _RETURNS = {opmap[name] for name in ("RETURN_VALUE", "RETURN_CONST") if name in 
 
 
 class UnfinishedIteration:
-    """What an interrupt has left of an iteration; a context manager around calls that an interrupt leaves half done.
-
-    Attributes:
-        in_call: whether an interrupt has ended a block. An error does not count.
-        was_in_call: `in_call` before the block that runs.
-    """
+    """What an interrupt has left of an iteration; a context manager around calls that an interrupt leaves half done."""
 
     def __init__(self) -> None:
-        self.in_call = self.was_in_call = False
+        self._calls: list[FrameType] = []  # with a block that runs, or that an interrupt has ended
         self._grad_enabled = True
         self._caller: FrameType | None = None
         self._thread = 0
 
     def __enter__(self) -> None:
-        self.was_in_call, self.in_call = self.in_call, True
+        self._calls.append(sys._getframe(1))
         self._grad_enabled = torch.is_grad_enabled()
 
     def __exit__(self, kind: type[BaseException] | None, _error: object, _traceback: object) -> None:
         if kind is None:
-            self.in_call = False
+            own = sys._getframe(1)
+            self._calls = [call for call in self._calls if call is not own and is_running(call)]
         elif issubclass(kind, Exception):
-            self.in_call = self.was_in_call
+            self._calls.pop()
         else:
             torch.set_grad_enabled(self._grad_enabled)  # an interrupted block of torch.no_grad may have lost its end
 
@@ -61,9 +58,13 @@ class UnfinishedIteration:
             frame = frame.f_back  # which a frame keeps after its end
         return False
 
+    def in_call(self) -> bool:
+        """Whether an interrupt has ended a block. An error does not count."""
+        return any(not is_running(call) for call in self._calls)
+
     def refuse_call(self) -> None:
         """Raise RuntimeError if an interrupt has ended a call: its gradients may be unscaled or not."""
-        if self.in_call:
+        if self.in_call():
             raise RuntimeError(
                 "unscale_(), step() or update() was interrupted, and its gradients may be unscaled or not: call "
                 "optimizer.zero_grad(), and begin the next iteration with scale(loss)."

@@ -362,3 +362,55 @@ def test_half_parameters_step_with_fused_optimizers(name):
     assert torch.equal(results[0][0], results[1][0])
     assert results[0][1] == results[1][1]
     assert results[0][0].isfinite().all()
+
+
+def two_players(scaler_type):
+    torch.manual_seed(0)
+    players = [nn.Linear(4, 1), nn.Linear(4, 1)]
+    optimizers = [torch.optim.SGD(each.parameters(), lr=0.1) for each in players]
+    return players, optimizers, scaler_type("cpu", init_scale=1024.0, growth_interval=2)
+
+
+@pytest.mark.parametrize("fault", [1.0, INF])
+def test_a_loss_that_is_scaled_within_a_step_is_torchs(fault):
+    """By a hook of the step, as of a loop that trains a second model there."""
+    results = []
+    for scaler_type in BOTH:
+        players, (first, second), scaler = two_players(scaler_type)
+
+        def train_second(*_arguments, player=players[1], optimizer=second, scaler=scaler):
+            optimizer.zero_grad()
+            scaler.scale(player(torch.ones(2, 4)).square().sum()).backward()
+            scaler.step(optimizer)
+
+        first.register_step_pre_hook(train_second)
+        for number in range(5):
+            scaler.scale(players[0](torch.ones(2, 4)).sum() * (fault if number == 2 else 1.0)).backward()
+            scaler.step(first)
+            scaler.update()
+            first.zero_grad()
+        results.append(([each for player in players for each in player.parameters()], scaler.get_scale()))
+    assert all(map(torch.equal, results[0][0], results[1][0]))
+    assert results[0][1] == results[1][1]
+
+
+def test_an_overflow_before_an_error_between_two_steps_counts_in_the_next_update():
+    results = []
+    for scaler_type in BOTH:
+        players, optimizers, scaler = two_players(scaler_type)
+
+        def play(number, factor, players=players, optimizers=optimizers, scaler=scaler):
+            optimizers[number].zero_grad()
+            scaler.scale(players[number](torch.ones(2, 4)).sum() * factor).backward()
+            scaler.step(optimizers[number])
+            if factor == INF:
+                raise ArithmeticError("no batch")
+
+        try:
+            play(0, INF)
+        except ArithmeticError:
+            play(1, 1.0)
+        scaler.update()
+        results.append(([each for player in players for each in player.parameters()], scaler.get_scale()))
+    assert all(map(torch.equal, results[0][0], results[1][0]))
+    assert results[0][1] == results[1][1] == 512.0
