@@ -9,6 +9,7 @@ one is found by a second pass, so no data set is held in memory.
 from __future__ import annotations
 
 import copy
+import signal
 from bisect import bisect_left, bisect_right
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sized
@@ -56,7 +57,7 @@ def check_data(data: Any) -> None:
         raise TypeError(f"data={type(data).__name__}: {_SUCH}.")
 
 
-@dataclass
+@dataclass(eq=False)
 class _Pass:
     """One pass over the data.
 
@@ -136,7 +137,11 @@ class Batches:
             chosen = self._read(chosen)
 
     def _read(self, current: _Pass) -> _Pass:
-        """Read one batch and return the pass; after the end of the epoch that of the next one, without a batch."""
+        """Read one batch and return the pass; after the end of the epoch that of the next one, without a batch.
+
+        A pass that fails is over: its iterator may have left the batch out, or have ended.
+        """
+        self._passes.remove(current)
         with random_states_kept(()), self._generators.kept():
             restore_rng(current.random)
             for restore in current.own:
@@ -144,18 +149,18 @@ class Batches:
             batch = next(current.iterator, _OVER)
             current.random, current.own = capture_rng(), self._generators.states()
         if batch is _OVER:
-            return self._end(current)
-        self._keep(current.next, batch)
-        current.next += 1
+            current = self._end(current)
+        else:
+            self._keep(current.next, batch)
+            current.next += 1
+        self._passes.append(current)
         return current
 
     def _end(self, current: _Pass) -> _Pass:
         if current.next == current.start:
             raise ValueError(f"data={type(self._data).__name__}: it yields no batch; {_SUCH}.")
         self.know_epoch(current.next, current.epoch + 1)
-        following = self._begin(current.epoch + 1, current.next)
-        self._passes = [following if each is current else each for each in self._passes]
-        return following
+        return self._begin(current.epoch + 1, current.next)
 
     def _begin(self, epoch: int, start: int) -> _Pass:
         seed = (self._seed * 1_000_003 + epoch + 1) % 2**63
@@ -163,7 +168,7 @@ class Batches:
             seed_all(seed)
             data = self._data() if _is_function(self._data) else self._data
             self._generators.begin(data, epoch, seed)
-            iterator = iter(_with_new_workers(data))
+            iterator = iter(_with_workers_of_its_own(data))
             return _Pass(iterator, epoch, start, start, capture_rng(), self._generators.states())
 
     def _keep(self, step: int, batch: Any) -> None:
@@ -172,12 +177,28 @@ class Batches:
             self._kept.popitem(last=False)
 
 
-def _with_new_workers(data: Any) -> Any:
-    """Return the data; a loader whose workers stay, and go on with their random states, as one that starts others."""
-    if isinstance(data, DataLoader) and data.persistent_workers:
-        data = copy.copy(data)
-        vars(data)["persistent_workers"] = False  # a loader lets no one set it
-    return data
+def _with_workers_of_its_own(data: Any) -> Any:
+    """Return the data, a loader as one whose workers end with the epoch, with their random states, and not by Ctrl-C.
+
+    An interrupt of a kernel, or in a terminal, reaches all processes.
+    """
+    if not isinstance(data, DataLoader) or not data.num_workers:
+        return data
+    data = copy.copy(data)
+    vars(data).update(persistent_workers=False, worker_init_fn=_Uninterrupted(data.worker_init_fn))
+    return data  # a loader lets no one set the first
+
+
+class _Uninterrupted:
+    """A `worker_init_fn` that first lets the worker ignore Ctrl-C; a class, since it may be pickled."""
+
+    def __init__(self, then: Callable[[int], object] | None) -> None:
+        self._then = then
+
+    def __call__(self, worker: int) -> None:
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        if self._then is not None:
+            self._then(worker)
 
 
 def _length(data: Any) -> int:

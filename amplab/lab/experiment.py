@@ -18,7 +18,7 @@ import math
 import operator
 import re
 import time
-from collections.abc import Iterable, Sequence, Set
+from collections.abc import Callable, Container, Iterable, Sequence, Set
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from difflib import get_close_matches
@@ -29,10 +29,13 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
 
 from amplab.amp import MemoryUse, ScaleRecord, Session, load_run_state, save_run_state
-from amplab.amp.run_state.file_format import RunStateError, read_run_state
+from amplab.amp.apex.before_initialize import hooks_of
+from amplab.amp.run_state.file_format import RunStateError, is_loadable, read_run_state
 from amplab.diagnose import Findings, FirstNonfinite, TwinReport, doctor, twin
+from amplab.diagnose.train_step.schedules import schedulers_of
 from amplab.formats.exponents import BINS, LOWEST_EXPONENT
 from amplab.kernels import tensor_stats
 from amplab.lab.config import FIELDS, OWN, ExperimentConfig
@@ -297,7 +300,8 @@ class Experiment:
             self._loss_scale = self._lowest_scale()
             self._measure_memory_until = self._step + 2
             self._rerun = self._new_rerun()  # of the level's buffers
-        self._set_rates(config)
+        if (old.learning_rate, old.momentum) != (config.learning_rate, config.momentum):  # else as a schedule left them
+            self._set_rates(config)
         self._config = config
 
     def _new_rerun(self) -> StepRerun:
@@ -316,6 +320,7 @@ class Experiment:
             "config": str(self._config),
             "armed": sorted(self.armed),
             "epoch": list(self._task.epoch_of(self._batch_in_data(self._step))),
+            "schedules": [*filter(is_loadable, (each.state_dict() for each in self._schedules()))],
             "seconds": 0.0 if self._began is None else time.perf_counter() - self._began,
         }
         save_run_state(
@@ -347,6 +352,7 @@ class Experiment:
             )
         experiment._step, experiment._measure_memory_until = state.position, state.position + 2
         experiment._task.know_epoch(*extra.get("epoch", ()))  # an older checkpoint has none
+        experiment._load_schedules(extra.get("schedules", []))
         experiment._began = time.perf_counter() - extra["seconds"]
         experiment._loss_scale = experiment._lowest_scale()
         for fault in extra["armed"]:
@@ -741,6 +747,17 @@ class Experiment:
                 if "momentum" in group and config.optimizer != OWN:
                     group["momentum"] = config.momentum
 
+    def _schedules(self) -> list[LRScheduler]:
+        """Return the schedules that hooks of the optimizers step."""
+        hooks = (hook for each in self._optimizers for hooks in hooks_of(each) for hook in hooks.values())
+        return list({id(each): each for hook in hooks for each in schedulers_of(hook, counting=False)}.values())
+
+    def _load_schedules(self, states: list[dict[str, Any]]) -> None:
+        schedules = self._schedules()
+        if [each.state_dict().keys() for each in schedules] == [each.keys() for each in states]:
+            for schedule, state in zip(schedules, states, strict=True):
+                schedule.load_state_dict(state)
+
     def _float32_copy(self, model: nn.Module | None = None) -> nn.Module:
         """Return another model with the current weights in float32 (the masters if there are any) and buffers.
 
@@ -787,7 +804,13 @@ def _is_of_the_lab(extra: dict[str, Any]) -> bool:
         and is_number(extra.get("seconds"))
         and is_count(extra.get("log_bytes", 0))
         and isinstance(extra.get("saved", ""), str)
+        and _are(is_count, extra.get("epoch", []), (0, 2))
+        and _are(lambda state: isinstance(state, dict), extra.get("schedules", []))
     )
+
+
+def _are(is_such: Callable[[Any], bool], values: Any, lengths: Container[int] | None = None) -> bool:
+    return isinstance(values, list) and (lengths is None or len(values) in lengths) and all(map(is_such, values))
 
 
 def samples_gradients(step: int) -> bool:

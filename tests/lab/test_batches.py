@@ -1,6 +1,8 @@
 """Batches of any iterable as a function of the step."""
 
+import os
 import random
+import signal
 
 import numpy as np
 import pytest
@@ -250,3 +252,76 @@ def test_data_that_draw_from_the_system_are_read():
             return torch.tensor(index + 0 * self.draw.random())
 
     assert Batches(DataLoader(Augmented()), seed=0).batch(0).shape == (1,)
+
+
+class Flaky(Dataset):
+    """Fails to read an example once, as a disk of the network does."""
+
+    def __init__(self):
+        self.fails = True
+
+    def __len__(self):
+        return 12
+
+    def __getitem__(self, index):
+        if index == 5 and self.fails:
+            self.fails = False
+            raise OSError("the disk does not answer")
+        return torch.tensor([float(index), torch.rand(()).item()])
+
+
+def flaky_function():
+    dataset = Flaky()
+    return lambda: (dataset[number] for number in range(12))
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: DataLoader(Flaky(), batch_size=1),
+        lambda: DataLoader(Flaky(), batch_size=2, shuffle=True, generator=torch.Generator().manual_seed(3)),
+        flaky_function,
+    ],
+)
+def test_a_batch_that_cannot_be_read_once_is_read_the_next_time(make):
+    failures = []
+
+    def read(batches, step):
+        try:
+            return batches.batch(step)
+        except OSError as failure:
+            failures.append(failure)
+            return batches.batch(step)
+
+    flaky = Batches(make(), 0)
+    seen = [read(flaky, step) for step in range(16)]
+    again = Batches(flaky._data, 0)
+    assert all(torch.equal(each, again.batch(step)) for step, each in enumerate(seen))
+    assert len(failures) == 1
+
+
+class Parents(Dataset):
+    """Interrupts the process of its worker, as Ctrl-C does all processes of a terminal."""
+
+    def __len__(self):
+        return 12
+
+    def __getitem__(self, index):
+        if index == 5:
+            os.kill(os.getpid(), signal.SIGINT)
+        return torch.tensor([float(index)])
+
+
+@pytest.mark.parametrize("persistent", [False, True])
+def test_workers_go_on_after_ctrl_c(persistent):
+    loader = DataLoader(
+        Parents(),
+        batch_size=1,
+        num_workers=1,
+        persistent_workers=persistent,
+        worker_init_fn=print,
+    )
+    batches = Batches(loader, 0)
+    seen = [batches.batch(step).item() for step in range(14)]
+    assert seen == [*range(12), 0.0, 1.0]
+    assert (loader.persistent_workers, loader.worker_init_fn) == (persistent, print)

@@ -338,6 +338,29 @@ def test_a_learning_rate_keeps_the_ratio_of_the_groups():
     assert [group["lr"] for group in experiment.optimizer.param_groups] == [0.4, 0.1]
 
 
+def with_schedule(weights):
+    """An optimizer whose learning rate falls from step to step."""
+    optimizer = torch.optim.SGD(weights, lr=0.1)
+    schedule = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.01, total_iters=12)
+    optimizer.register_step_post_hook(lambda *_: schedule.step())
+    return optimizer
+
+
+@pytest.mark.parametrize("level", ["O0", "O2"])
+def test_a_schedule_goes_on_through_a_change_and_a_restart(level, tmp_path):
+    config = registered(Tagger(), TAGS, loss=F.cross_entropy, optimizer=with_schedule).changed(opt_level=level)
+    whole, changed = Experiment(config), Experiment(config)
+    losses = [whole.step().loss for _ in range(12)]
+    seen = [changed.step().loss for _ in range(4)]
+    changed.switch(config.changed(growth_interval=777))
+    seen += [changed.step().loss for _ in range(4)]
+    changed.save(tmp_path / "run.checkpoint", {})
+    again, _ = Experiment.load(tmp_path / "run.checkpoint")
+    assert seen + [again.step().loss for _ in range(4)] == losses
+    again.switch(again.config.changed(lr=0.3))
+    assert again.optimizer.param_groups[0]["lr"] == 0.3
+
+
 @pytest.mark.parametrize("kind", RATELESS)
 def test_an_optimizer_without_a_learning_rate_is_trained_as_it_is(kind):
     config = registered(Tagger(), TAGS, loss=F.cross_entropy, optimizer=kind)

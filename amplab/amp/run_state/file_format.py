@@ -37,6 +37,7 @@ __all__ = [
     "FORMAT",
     "MissingRunState",
     "RunStateError",
+    "is_loadable",
     "read_run_state",
     "remove_partials",
     "write_atomically",
@@ -181,6 +182,11 @@ def _compressed(archive: zipfile.ZipFile) -> list[str]:
 def _is_of_disk(error: Exception) -> bool:
     """Return whether reading failed, and not what was read: altered offsets are seeks that the system refuses."""
     return isinstance(error, OSError) and error.errno != errno.EINVAL
+
+
+def is_loadable(value: Any) -> bool:
+    """Whether `write_run_state` takes a value."""
+    return next(_unloadable(value, ""), None) is None
 
 
 def _unloadable(value: Any, where: str) -> Iterator[str]:
