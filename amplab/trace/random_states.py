@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from functools import partial
 from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
 from typing import Any
+from weakref import ProxyTypes
 
 import numpy as np
 import torch
@@ -151,7 +152,7 @@ def generators_of(data: Any) -> Iterator[Any]:
     seen, waiting = set[int](), [data]
     while waiting and len(seen) < _MOST_OBJECTS:
         each = waiting.pop()
-        if id(each) in seen or isinstance(each, _WITHOUT):
+        if id(each) in seen or type(each) in ProxyTypes or isinstance(each, _WITHOUT):  # the object may be gone
             continue
         seen.add(id(each))
         if isinstance(each, GENERATORS):

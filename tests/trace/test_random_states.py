@@ -2,12 +2,22 @@
 
 import contextlib
 import random
+import weakref
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 
-from amplab.trace.random_states import GENERATORS, is_global, random_states_kept, reseed, restorers, seed_all
+from amplab.trace.random_states import (
+    GENERATORS,
+    generators_of,
+    is_global,
+    random_states_kept,
+    reseed,
+    restorers,
+    seed_all,
+)
 
 
 def draw_all():
@@ -107,3 +117,10 @@ def test_the_generators_that_a_seed_is_for_are_global():
 def test_a_generator_without_a_state_is_left_out():
     assert restorers((random.SystemRandom(), random.Random(1))) != ()
     assert len(restorers((random.SystemRandom(), random.Random(1)))) == 1
+
+
+def test_an_object_that_is_gone_is_left_out():
+    own, gone = random.Random(1), SimpleNamespace()
+    data = SimpleNamespace(parent=weakref.proxy(gone), draw=own)
+    del gone
+    assert list(generators_of(data)) == [own]

@@ -10,6 +10,7 @@ import shlex
 import shutil
 import sys
 import sysconfig
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from pathlib import Path
@@ -181,7 +182,10 @@ def _nvcc() -> str | None:
 def _gpus() -> tuple[str, ...]:
     """Return what decides for which architectures torch compiles: the models of the GPUs, or a list of one's own."""
     files = sorted(Path("/proc/driver/nvidia/gpus").glob("*/information"))
-    models = {line for file in files for line in file.read_text().splitlines() if line.startswith("Model:")}
+    models = set[str]()
+    for file in files:
+        with suppress(OSError, UnicodeDecodeError):  # a GPU that is being reset
+            models |= {line for line in file.read_text().splitlines() if line.startswith("Model:")}
     return (os.environ.get("TORCH_CUDA_ARCH_LIST", ""), *sorted(models))
 
 
