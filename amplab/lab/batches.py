@@ -12,7 +12,7 @@ import copy
 import signal
 from bisect import bisect_left, bisect_right
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sized
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -95,7 +95,6 @@ class Batches:
     def __init__(self, data: Any, seed: int, generators: DataGenerators | None = None) -> None:
         self._data, self._seed, self._generators = data, seed, generators or DataGenerators()
         self._starts = [(0, 0)]  # the first step of an epoch, and the epoch, as far as known
-        self._length = _length(data)  # 0 as well once an epoch has had another one
         self._passes: list[_Pass] = []  # the one behind the run, and one for older batches
         self._kept: OrderedDict[int, Any] = OrderedDict()
 
@@ -119,17 +118,15 @@ class Batches:
         place = bisect_left(self._starts, (start, epoch))
         if self._starts[place : place + 1] != [(start, epoch)]:
             self._starts.insert(place, (start, epoch))
-        if start != epoch * self._length:
-            self._length = 0
+
+    def rest(self) -> None:
+        """End the passes and their workers; the next batch that is not kept begins another one."""
+        self._passes.clear()
 
     def _read_up_to(self, step: int) -> None:
         behind = [each for each in self._passes if each.next <= step]
         chosen = max(behind, key=lambda each: each.next, default=None)
         start, epoch = self.epoch_of(step)
-        if self._length and chosen is None:
-            epoch = step // self._length
-            start = epoch * self._length
-            self.know_epoch(start, epoch)
         if chosen is None or chosen.next < start:
             chosen = self._begin(epoch, start)
             self._passes = [*self._passes[-1:], chosen]
@@ -172,7 +169,7 @@ class Batches:
             return _Pass(iterator, epoch, start, start, capture_rng(), self._generators.states())
 
     def _keep(self, step: int, batch: Any) -> None:
-        self._kept[step] = batch
+        self._kept[step] = _copied(batch)  # data may write the next one into the same memory
         while len(self._kept) > 2 and (len(self._kept) > KEPT or _bytes(self._kept.values()) > KEPT_BYTES):
             self._kept.popitem(last=False)
 
@@ -199,16 +196,6 @@ class _Uninterrupted:
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         if self._then is not None:
             self._then(worker)
-
-
-def _length(data: Any) -> int:
-    """Return how many batches an epoch has, 0 if that is unknown."""
-    if not isinstance(data, Sized):
-        return 0
-    try:
-        return len(data)
-    except TypeError:  # a loader of a stream
-        return 0
 
 
 def _is_function(data: Any) -> bool:

@@ -18,6 +18,7 @@ import math
 import operator
 import re
 import time
+from collections import Counter
 from collections.abc import Callable, Container, Iterable, Sequence, Set
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -33,6 +34,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from amplab.amp import MemoryUse, ScaleRecord, Session, load_run_state, save_run_state
 from amplab.amp.apex.before_initialize import hooks_of
+from amplab.amp.backward.optimizer_params import params_of
 from amplab.amp.run_state.file_format import RunStateError, is_loadable, read_run_state
 from amplab.diagnose import Findings, FirstNonfinite, TwinReport, doctor, twin
 from amplab.diagnose.train_step.schedules import schedulers_of
@@ -231,7 +233,9 @@ class Experiment:
             if self._step < self._measure_memory_until or self._step % SCORE_EVERY == 0:
                 self._memory = self._session.memory()
             exponents += self._largest_exponent(optimizer)  # O2 drops the gradients of the masters in the step
-            optimizer.step()
+            with self._random_states_kept():
+                self._seed_forward(self._step, -1 - number)  # on all ranks the same: they keep the same weights
+                optimizer.step()
         record = self._record(losses, exponents, self._began)
         self._last = record
         if record.skipped and self._given is None and self._exchange is None:  # a rank cannot run again by itself
@@ -320,7 +324,7 @@ class Experiment:
             "config": str(self._config),
             "armed": sorted(self.armed),
             "epoch": list(self._task.epoch_of(self._batch_in_data(self._step))),
-            "schedules": [*filter(is_loadable, (each.state_dict() for each in self._schedules()))],
+            "schedules": [*filter(is_loadable, map(_plain, (each.state_dict() for each in self._schedules())))],
             "seconds": 0.0 if self._began is None else time.perf_counter() - self._began,
         }
         save_run_state(
@@ -362,6 +366,12 @@ class Experiment:
     def check_switch(self, old: ExperimentConfig, new: ExperimentConfig) -> None:
         """Raise ValueError if `switch` from `old` to `new` would."""
         refuse_new_weights(old, new)
+        if old.learning_rate != new.learning_rate and old.optimizer == new.optimizer == OWN and self._schedules():
+            raise SettingRefused(
+                f"lr={new.learning_rate:g}: a schedule sets the learning rate, in a hook of your optimizer; change it "
+                "there, and open the lab again.",
+                shown="Learning rate: a schedule of your optimizer sets it.",
+            )
         self._task.check_batch_size(new.batch_size)
         _check_modules(new, self.module_names())
 
@@ -733,7 +743,7 @@ class Experiment:
         """Build the optimizers, and note the names of their parameters and their learning rates."""
         self._optimizers = self._task.optimizers(self._model, optimizer_maker(config))
         names = {id(weight): name for name, weight in self._model.named_parameters()}
-        self._names = [[names[id(weight)] for weight in _stepped(each)] for each in self._optimizers]
+        self._names = [[names[id(weight)] for weight in params_of(each)] for each in self._optimizers]
         self._rates = [[group.get("lr") for group in each.param_groups] for each in self._optimizers]
         self._set_rates(config)
 
@@ -754,9 +764,10 @@ class Experiment:
 
     def _load_schedules(self, states: list[dict[str, Any]]) -> None:
         schedules = self._schedules()
-        if [each.state_dict().keys() for each in schedules] == [each.keys() for each in states]:
-            for schedule, state in zip(schedules, states, strict=True):
-                schedule.load_state_dict(state)
+        present = [each.state_dict() for each in schedules]
+        if [each.keys() for each in present] == [each.keys() for each in states]:
+            for schedule, state, own in zip(schedules, states, present, strict=True):
+                schedule.load_state_dict(_in_form_of(own, state))
 
     def _float32_copy(self, model: nn.Module | None = None) -> nn.Module:
         """Return another model with the current weights in float32 (the masters if there are any) and buffers.
@@ -773,6 +784,24 @@ class Experiment:
             for name, value in (*model.named_parameters(), *model.named_buffers()):
                 write_value(value, current[name].to(value.dtype))
         return model
+
+
+def _plain(state: Any) -> Any:
+    """Return a state with the dicts of torch's classes as dicts: MultiStepLR has a Counter."""
+    if isinstance(state, dict):
+        return {name: _plain(value) for name, value in state.items()}
+    return [_plain(each) for each in state] if isinstance(state, list) else state
+
+
+def _in_form_of(own: Any, state: Any) -> Any:
+    """Return a state from `_plain` with the classes that another one of its owner has."""
+    if isinstance(own, Counter) and isinstance(state, dict):
+        return Counter(state)
+    if isinstance(own, dict) and isinstance(state, dict):
+        return {name: _in_form_of(own.get(name), value) for name, value in state.items()}
+    if isinstance(own, list) and isinstance(state, list) and len(own) == len(state):
+        return [_in_form_of(one, each) for one, each in zip(own, state, strict=True)]
+    return state
 
 
 def read_saved(path: Path, *, whole: bool = True) -> tuple[int, dict[str, Any]]:
@@ -846,10 +875,6 @@ def _nonfinite_buffers(model: nn.Module) -> tuple[str, ...]:
 
 def _names_of(model: nn.Module) -> tuple[str, ...]:
     return () if isinstance(model, ModelGroup) else tuple(name for name, _ in model.named_modules() if name)
-
-
-def _stepped(optimizer: Optimizer) -> list[Tensor]:
-    return [weight for group in optimizer.param_groups for weight in group["params"]]
 
 
 def _sum(losses: Iterable[Tensor]) -> Tensor:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from amplab.amp.backward.optimizer_params import params_of
 from amplab.formats import ExponentHistogram, exponent_histogram
 from amplab.formats.stored_values import stored_values
 from amplab.scalers.unscaler import is_sharded, local_shard
@@ -90,7 +91,7 @@ class GradientMeasure:
             # During a step, torch and amplab set the scale on an optimizer that unscales by itself.
             own_scale = vars(optimizer).get("grad_scale")
             self._scale = self._scale if own_scale is None else float(own_scale)
-            grads += [(weight, _dense(weight.grad)) for weight in _stepped(optimizer) if weight.grad is not None]
+            grads += [(weight, _dense(weight.grad)) for weight in params_of(optimizer) if weight.grad is not None]
         return grads
 
     @property
@@ -114,10 +115,6 @@ class GradientMeasure:
         if not math.isfinite(largest):
             return math.inf
         return math.frexp(largest)[1] - 1.0 if largest else -math.inf
-
-
-def _stepped(optimizer: Optimizer) -> list[Tensor]:
-    return [each for group in optimizer.param_groups for each in group["params"]]
 
 
 def _dense(grad: Tensor) -> Tensor:

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from amplab.amp.backward.optimizer_params import params_of
 from amplab.diagnose import Finding
 from amplab.diagnose.remedies.api_styles import Api, ApiStyle
 from amplab.diagnose.rules.updates import never_stepped
@@ -77,14 +78,10 @@ class IdleOptimizers:
 def _with_gradient(model: nn.Module, optimizer: Optimizer) -> list[str]:
     """Return the names of the optimizer's parameters with a finite gradient that is not zero."""
     own = {id(each) for each in model_parameters(optimizer)}
-    masters = dict(zip(map(id, model_parameters(optimizer)), _stepped(optimizer), strict=True))
+    masters = dict(zip(map(id, model_parameters(optimizer)), params_of(optimizer), strict=True))
     held = [(name, each) for name, each in model.named_parameters() if id(each) in own]
     grads = [(name, each.grad if each.grad is not None else masters[id(each)].grad) for name, each in held]
     return [name for name, grad in grads if grad is not None and 0 < _norm(grad) < float("inf")]
-
-
-def _stepped(optimizer: Optimizer) -> list[Tensor]:
-    return [each for group in optimizer.param_groups for each in group["params"]]
 
 
 def _norm(grad: Tensor) -> float:

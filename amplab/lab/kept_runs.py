@@ -165,7 +165,7 @@ class KeptRuns:
         """Add a run at its place, None for the end; drop what exceeds the limits."""
         with self._lock:
             self._runs.insert(len(self._runs) if place is None else place, run)
-            others = [each for each in self._runs if each is not run]  # which may be the oldest itself
+            others = [each for each in self._runs if each is not run and not each.is_training]  # run may be the oldest
             for old in others[: max(0, len(self._runs) - MOST_RUNS)]:
                 self._runs.remove(old)
                 old.experiment = None

@@ -12,9 +12,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TypeVar
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+
+from amplab.trace.random_states import devices_in_use, random_states_kept, seed_all
 
 __all__ = ["CLASSES", "CNN", "DIGITS", "MLP", "MODELS", "ModelChoice", "build_model", "models_of", "register_model"]
 
@@ -144,13 +145,14 @@ class CNN(nn.Module):
 
 
 def build_model(name: str, hidden: int, seed: int) -> nn.Module:
-    """Return the model `name` in float32 with weights drawn from `seed`; the global generator does not advance.
+    """Return the model `name` in float32 with weights drawn from `seed`; the random states are as before.
 
     Raises:
         ValueError: There is no such model.
     """
     if name not in MODELS:
         raise ValueError(f"model={name}: expected one of {', '.join(MODELS)}.")
-    with torch.random.fork_rng(devices=[]):
-        torch.default_generator.manual_seed(seed)  # CPU only: torch.manual_seed seeds every device
+    devices = devices_in_use()
+    with random_states_kept(devices):
+        seed_all(seed, devices)
         return MODELS[name].build(hidden)

@@ -17,19 +17,19 @@ from __future__ import annotations
 
 import copy
 import itertools
-import random
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
-from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, field
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
 from typing import Any
 from weakref import ReferenceType, ref
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from amplab.amp.apex.before_initialize import hooks_of
+from amplab.amp.backward.optimizer_params import params_of
 from amplab.diagnose.trial import check_called_with, check_optimizer, check_step_of_copies, check_trained
 from amplab.lab.batches import Batches, check_data
 from amplab.lab.config import OWN
@@ -37,10 +37,11 @@ from amplab.lab.data_generators import DataGenerators
 from amplab.lab.models import MODELS, ModelChoice
 from amplab.lab.tasks import OWN_TASK, TASKS, MakeOptimizer, Score, Task, TaskChoice, TaskLoss
 from amplab.lab.tasks.task import drawing_alone
+from amplab.optimizers import FusedOptimizer
 from amplab.optimizers.group_settings import learning_rate
 from amplab.policies.signals import is_interrupt
 from amplab.trace.handed_step import Loss, ModelGroup, as_model, handed_step
-from amplab.trace.random_states import random_states_kept
+from amplab.trace.random_states import devices_in_use, random_states_kept, seed_all
 
 __all__ = ["OwnCode", "OwnTask", "check_devices", "forget_own", "register_own"]
 
@@ -91,8 +92,9 @@ class OwnTask(Task):
         self._code = code
         self._batches = Batches(code.data, seed, code.generators)
         places = {model: place for place, model in enumerate(code.trained)}
+        copies: dict[int, Any] = {}  # of losses, such as a module with a buffer that each run begins with as given
         self.losses = tuple(
-            TaskLoss(_name_of_loss(model, number, code), _loss_of(loss, step), places[model])
+            TaskLoss(_name_of_loss(model, number, code), _loss_of(_own(loss, copies), step), places[model])
             for number, (model, loss, step) in enumerate(code.losses)
         )
         self._devices: tuple[torch.device, ...] = ()
@@ -110,6 +112,10 @@ class OwnTask(Task):
         if epoch:
             self._batches.know_epoch(*epoch)
 
+    def rest(self) -> None:
+        """End the workers that read the data."""
+        self._batches.rest()
+
     def optimizers(self, model: nn.Module, make: MakeOptimizer | None) -> list[Optimizer]:
         """Return an optimizer for each model that has one of its own."""
         self._devices = tuple({each.device for each in model.parameters() if each.device.type != "cpu"})
@@ -123,14 +129,7 @@ class OwnTask(Task):
 
     def seed_forward(self, step: int, place: int = 0) -> None:
         """Seed torch with the model's devices, Python and NumPy: a step of one's own may draw from any of them."""
-        seed = self.seed_of(step, place)
-        torch.default_generator.manual_seed(seed)
-        random.seed(seed)
-        np.random.seed(seed % 2**32)
-        for device in self._devices:
-            module = torch.get_device_module(device)
-            with module.device(device) if device.type == "cuda" else nullcontext():  # MPS has one device
-                module.manual_seed(seed)
+        seed_all(self.seed_of(step, place), self._devices)
 
     @contextmanager
     def random_states_kept(self) -> Iterator[None]:
@@ -151,9 +150,15 @@ class OwnTask(Task):
         optimizer = given(list(weights))
         if not isinstance(optimizer, Optimizer):
             raise TypeError(f"optimizer returned {type(optimizer).__name__}: expected a torch optimizer.")
+        if not {*map(id, params_of(optimizer))} <= {*map(id, weights)}:
+            raise ValueError(
+                "optimizer returned one of other parameters: expected an optimizer of the parameters that the function "
+                "gets, such as lambda weights: SGD(weights, lr=0.1)."
+            )
         return optimizer
 
 
+@drawing_alone
 def register_own(
     model: Any,
     data: Any,
@@ -175,16 +180,23 @@ def register_own(
             the step raise passes through.
     """
     check_data(data)
-    code = _checked(model, data, loss, step, optimizer, evaluate)
-    earlier = _weights_of_one(code)
+    with random_states_kept(devices_in_use()):
+        return _register(_checked(model, data, loss, step, optimizer, evaluate))
+
+
+def _register(code: OwnCode) -> str:
+    earlier = _tensors_of_one(code)
     first = code.make_model()
-    _check_fresh(first, earlier)
+    if _check_fresh(first, earlier):
+        make = code.make_model
+        code = replace(code, make_model=lambda: copy.deepcopy(make()))
+        first = code.make_model()
     check_devices({each.device.type for each in first.parameters()})
     for number in itertools.count(1):
         name = OWN if number == 1 else f"{OWN}-{number}"
         if name not in TASKS:
             break
-    score = None if evaluate is None else _score(evaluate)
+    score = None if code.evaluate is None else _score(code.evaluate)
     rates, chosen = dict(_ADAM), "adam"
     if code.has_optimizers:
         made = OwnTask(name, code, score, 0).optimizers(first, None)
@@ -267,7 +279,9 @@ def _model_maker(
     check_trained(group)
     _check_parameters(group, makers)
     try:
-        kept, copied = copy.deepcopy((group, makers))
+        memo: dict[int, Any] = {}
+        kept = copy.deepcopy(group, memo)
+        copied = {name: _copied(each, memo) if isinstance(each, Optimizer) else each for name, each in makers.items()}
     except Exception as refusal:
         if is_interrupt(refusal):
             raise
@@ -284,10 +298,14 @@ def _model_maker(
 def _check_parameters(model: nn.Module, makers: dict[str, Any]) -> None:
     known = {id(each) for each in model.parameters()}
     for given in makers.values():
-        stepped = (
-            [] if not isinstance(given, Optimizer) else [w for group in given.param_groups for w in group["params"]]
-        )
-        if any(id(each) not in known for each in stepped):
+        if not isinstance(given, Optimizer):
+            continue
+        if any(hooks_of(given)):
+            raise ValueError(
+                f"optimizer={type(given).__name__}: has hooks, which belong to it, and Reset and Compare need others; "
+                "pass a function that makes the optimizer with its hooks, optimizer=lambda weights: …."
+            )
+        if any(id(each) not in known for each in params_of(given)):
             raise ValueError(
                 f"optimizer={type(given).__name__}: steps parameters that are not the model's; expected an optimizer "
                 "of model.parameters()."
@@ -308,16 +326,16 @@ def _check_names(code: OwnCode, model: nn.Module) -> None:
         )
 
 
-def _weights_of_one(code: OwnCode) -> list[ReferenceType[Tensor]]:
-    """Make a model, check the names by it, and return its parameters; the references do not keep it in memory."""
+def _tensors_of_one(code: OwnCode) -> list[ReferenceType[Tensor]]:
+    """Make a model, check the names by it, and return its tensors; the references do not keep it in memory."""
     model = code.make_model()
     _check_names(code, model)
-    return [ref(each) for each in model.parameters()]
+    return [ref(each) for each in (*model.parameters(), *model.buffers())]
 
 
-def _check_fresh(model: nn.Module, earlier: Sequence[ReferenceType[Tensor]]) -> None:
-    """Raise a ValueError if a model has parameters of one that was made earlier."""
-    known = {id(weight) for each in earlier if (weight := each()) is not None}
+def _check_fresh(model: nn.Module, earlier: Sequence[ReferenceType[Tensor]]) -> bool:
+    """Return whether a model has tensors of one that was made earlier; raise a ValueError if these are trained."""
+    known = {id(tensor) for each in earlier if (tensor := each()) is not None}
     for name, weight in model.named_parameters():
         if weight.requires_grad and id(weight) in known:  # a frozen part may be shared
             raise ValueError(
@@ -325,15 +343,14 @@ def _check_fresh(model: nn.Module, earlier: Sequence[ReferenceType[Tensor]]) -> 
                 "a new model from every call, such as lambda: Net(); to start from trained weights, pass the model "
                 "itself, model=net."
             )
+    return any(id(each) in known for each in (*model.parameters(), *model.buffers()))
 
 
-@drawing_alone
 def _try_one_step(task: OwnTask, model: nn.Module) -> None:
     """Run the forward of every loss once."""
     batch = task.batch(0, 0)
-    with random_states_kept(()):
-        for loss in task.losses:
-            loss.of(model, batch)
+    for loss in task.losses:
+        loss.of(model, batch)
 
 
 # -- parts ---------------------------------------------------------------------------------------------
@@ -354,6 +371,14 @@ def _loss_of(loss: Loss | None, step: Loss | None) -> Callable[[nn.Module, Any],
     return computed
 
 
+def _own(loss: Loss | None, copies: dict[int, Any]) -> Loss | None:
+    """Return a copy of a loss whose buffers the forward may change, else the loss."""
+    if isinstance(loss, nn.Module) and next(loss.buffers(), None) is not None:
+        copied: Loss = copy.deepcopy(loss, copies)
+        return copied
+    return loss
+
+
 def _name_of_loss(model: str, number: int, code: OwnCode) -> str:
     same = [place for place, (name, _, _) in enumerate(code.losses) if name == model]
     return (f"{model} {same.index(number) + 1}" if len(same) > 1 else model) or "loss"
@@ -365,10 +390,22 @@ def _trained(model: nn.Module, name: str) -> list[nn.Parameter]:
 
 
 def _moved(optimizer: Optimizer, old: Sequence[Tensor], new: Sequence[Tensor]) -> Optimizer:
-    """Return a copy of an optimizer, of the parameters `new` of another copy of its model."""
-    memo: dict[int, Any] = {id(one): other for one, other in zip(old, new, strict=True)}
-    moved: Optimizer = copy.deepcopy(optimizer, memo)
+    """Return a copy of an optimizer, of the parameters `new` of another copy of its model, without frozen ones."""
+    trained: dict[int, Any] = {id(one): other for one, other in zip(old, new, strict=True)}
+    moved = _copied(optimizer, {id(each): each for each in params_of(optimizer)} | trained)
+    for group in moved.param_groups:
+        group["params"] = [each for each in group["params"] if any(each is one for one in new)]
     return moved
+
+
+def _copied(optimizer: Optimizer, memo: dict[int, Any]) -> Optimizer:
+    """Return a copy with the attributes of a class of one's own, which `Optimizer` leaves out."""
+    copied = copy.deepcopy(optimizer, memo)
+    own = {name: value for name, value in vars(optimizer).items() if name not in vars(copied)}
+    own.pop("step", None)  # as a schedule has put it there, which steps the original
+    if not isinstance(optimizer, FusedOptimizer):
+        vars(copied).update(copy.deepcopy(own, memo))
+    return copied
 
 
 def _score(evaluate: Callable[..., Any]) -> Score:

@@ -826,6 +826,7 @@ class Trainer:
         self._store.close()
         self._retired.close()
         self._saver.end()
+        self._experiment.task.rest()
 
     def _bring_back(self, run: KeptRun, *, is_undo: bool = False) -> None:
         """Continue a kept run in place of the present one."""
@@ -874,7 +875,9 @@ class Trainer:
             raise ValueError(str(error).replace(str(log), str(saved.log))) from error
 
     def _save(self, *, at_rest: bool = False) -> None:
-        self._saver.save(self._experiment, self._store, is_running=self._state == "running", at_rest=at_rest)
+        """Save the run, if it is time; one that has failed is not whole: its weights may have that step already."""
+        if self._failure is None:
+            self._saver.save(self._experiment, self._store, is_running=self._state == "running", at_rest=at_rest)
 
     def _save_change(self) -> None:
         """Save what was changed while the run is paused: its process may end before the next step."""
@@ -894,6 +897,7 @@ class Trainer:
             self._attempt("The held-out score failed.", lambda: setattr(run, "held_out", experiment.score()))
             self._attempt("Counting kept bytes failed.", lambda: setattr(run, "activations", experiment.activations()))
             run.memory = experiment.memory()
+            experiment.task.rest()
         self._kept.touch()
         self._publisher.publish(RunsChanged())
 
@@ -904,8 +908,9 @@ class Trainer:
             return self._kept.keep(name, config, store, experiment, is_compared=True, is_training=True)
 
         def train(run: KeptRun) -> None:
-            if run.experiment is not None:
-                _timed_step(run.experiment.step, run.store)
+            if run.experiment is None:
+                raise RuntimeError("the run was removed")
+            _timed_step(run.experiment.step, run.store)
 
         def end(run: KeptRun, error: str) -> None:
             run.is_training, run.error = False, error

@@ -3,7 +3,7 @@
 import ctypes
 import random
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
 from typing import Any
@@ -15,7 +15,16 @@ from torch import Tensor, nn
 
 from amplab.trace.as_found import Undo
 
-__all__ = ["GENERATORS", "generators_of", "is_global", "random_states_kept", "reseed", "restorers", "seed_all"]
+__all__ = [
+    "GENERATORS",
+    "devices_in_use",
+    "generators_of",
+    "is_global",
+    "random_states_kept",
+    "reseed",
+    "restorers",
+    "seed_all",
+]
 
 GENERATORS = torch.Generator, random.Random, np.random.Generator, np.random.RandomState
 """The types of single generators."""
@@ -55,8 +64,12 @@ def random_states_kept(devices: Iterable[torch.device]) -> Iterator[None]:
         yield
 
 
-def seed_all(seed: int) -> None:
-    """Seed Python, torch with its devices, and NumPy's global generator if that is the default one.
+def seed_all(seed: int, devices: Iterable[torch.device] | None = None) -> None:
+    """Seed Python, torch with devices, and NumPy's global generator if that is the default one.
+
+    Args:
+        seed: the seed.
+        devices: the devices of torch besides the CPU; None for all.
 
     Sync: none.
 
@@ -64,10 +77,22 @@ def seed_all(seed: int) -> None:
     >>> seed_all(3); a == (random.random(), np.random.rand(), torch.rand(()).item())
     True
     """
-    torch.manual_seed(seed)
+    if devices is None:
+        torch.manual_seed(seed)
+    else:
+        torch.default_generator.manual_seed(seed)
+    for device in devices or ():
+        module = torch.get_device_module(device)
+        with module.device(device) if device.type == "cuda" else nullcontext():  # MPS has one device
+            module.manual_seed(seed)
     random.seed(seed)
     if _numpys_words() is not None:
         np.random.seed(seed % 2**32)  # the largest seed that it accepts
+
+
+def devices_in_use() -> list[torch.device]:
+    """Return the devices besides the CPU on which code may draw: the present one of CUDA, if that has begun."""
+    return [torch.device("cuda", torch.cuda.current_device())] if torch.cuda.is_initialized() else []
 
 
 def restorers(values: Iterable[Any]) -> tuple[Callable[[], object], ...]:

@@ -175,17 +175,43 @@ def test_an_old_batch_is_read_again_and_the_run_goes_on(monkeypatch):
 
 
 def test_a_run_that_continues_does_not_read_the_epochs_before_its_step():
-    loader = shuffled()
+    walked = Batches(shuffled(), 0)
+    batch = [walked.batch(step) for step in range(303)][-1]
+    late = Batches(shuffled(), 0)
+    late.know_epoch(*walked.epoch_of(302))
     reads = []
     read = Flipped.__getitem__
     Flipped.__getitem__ = lambda self, index: reads.append(index) or read(self, index)
     try:
-        late = Batches(loader, 0).batch(302)
+        assert torch.equal(late.batch(302), batch)
     finally:
         Flipped.__getitem__ = read
     assert len(reads) <= 10
-    walked = Batches(shuffled(), 0)
-    assert torch.equal([walked.batch(step) for step in range(303)][-1], late)
+
+
+class Longer(list):
+    """Has a batch more than its length says, as a length that leaves out the last, smaller batch does."""
+
+    def __len__(self):
+        return super().__len__() - 1
+
+
+@pytest.mark.parametrize("step", range(6))
+def test_a_batch_beyond_a_length_that_is_too_small_is_not_left_out_in_a_run_that_continues(step):
+    batches = Batches(Longer(torch.arange(3)), 0)
+    given = [batches.batch(number).item() for number in range(step)]
+    late = Batches(Longer(torch.arange(3)), 0)
+    late.know_epoch(*batches.epoch_of(step))
+    assert [*given, *(late.batch(number).item() for number in range(step, 6))] == [0, 1, 2] * 2
+
+
+def test_data_that_reuse_their_memory_give_other_batches():
+    def reuse():
+        memory = torch.zeros(2)
+        return (memory.fill_(number) for number in range(6))
+
+    batches = Batches(reuse, 0)
+    assert [batches.batch(step)[0].item() for step in (0, 1, 4, 2, 3, 0)] == [0, 1, 4, 2, 3, 0]
 
 
 def test_random_states_of_the_process_are_kept():

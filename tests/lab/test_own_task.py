@@ -2,14 +2,17 @@
 
 import copy
 import math
+import random
 import sys
 from collections.abc import Iterator
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
 from rateless_optimizers import RATELESS, Relative
 from torch import Tensor, nn
+from torch.optim import lr_scheduler
 from torch.utils.data import DataLoader, TensorDataset
 
 import amplab.lab
@@ -29,6 +32,7 @@ from amplab.lab import (
     load_run,
     report,
 )
+from amplab.lab.kept_runs import MOST_RUNS
 from amplab.lab.own_task import check_devices, forget_own, register_own
 
 
@@ -338,17 +342,188 @@ def test_a_learning_rate_keeps_the_ratio_of_the_groups():
     assert [group["lr"] for group in experiment.optimizer.param_groups] == [0.4, 0.1]
 
 
-def with_schedule(weights):
-    """An optimizer whose learning rate falls from step to step."""
-    optimizer = torch.optim.SGD(weights, lr=0.1)
-    schedule = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.01, total_iters=12)
-    optimizer.register_step_post_hook(lambda *_: schedule.step())
+def drawn() -> tuple:
+    return torch.rand(()).item(), random.random(), np.random.rand()
+
+
+class Drawn(nn.Module):
+    """Draws its weights from NumPy and Python too."""
+
+    def __init__(self):
+        super().__init__()
+        weights = np.random.rand(20, 8) + random.random()
+        self.words = nn.Embedding.from_pretrained(torch.as_tensor(weights).float(), freeze=False)
+        self.out = nn.Linear(8, 20)
+
+    def forward(self, ids):
+        return self.out(self.words(ids)).transpose(1, 2)
+
+
+class Noisy(torch.optim.SGD):
+    """As for stochastic gradient Langevin dynamics, or differential privacy."""
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for weight in group["params"]:
+                weight.add_(torch.randn_like(weight) + np.random.rand(), alpha=0.01)
+        return super().step(closure)
+
+
+def test_nothing_draws_from_the_random_numbers_of_the_process(tmp_path):
+    torch.manual_seed(0), random.seed(0), np.random.seed(0)
+    expected = drawn()
+    torch.manual_seed(0), random.seed(0), np.random.seed(0)
+    config = registered(Drawn, TAGS, loss=F.cross_entropy, optimizer=lambda weights: Noisy(weights, lr=0.1))
+    trainer = Trainer(config, log=tmp_path)
+    losses = trainer.run(3).column("loss").tolist()
+    trainer.trace(), trainer.score()
+    trainer.reset()
+    assert trainer.run(3).column("loss").tolist() == losses
+    trainer.stop()
+    assert trainer.wait(10)
+    assert drawn() == expected
+
+
+def test_a_frozen_part_that_all_models_of_a_function_share_is_not_changed():
+    backbone = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8)).requires_grad_(False)
+    before = copy.deepcopy(backbone.state_dict())
+    data = [torch.rand(4, 8, generator=DRAWN) for _ in range(2)]
+    config = registered(
+        lambda: nn.Sequential(backbone, nn.Linear(8, 1)), data, step=lambda model, batch: model(batch).square().mean()
+    )
+    experiment = Experiment(config.changed(opt_level="O2"))
+    experiment.step()
+    assert all(torch.equal(before[name], value) for name, value in backbone.state_dict().items())
+    assert backbone(data[0]).dtype == torch.float32
+
+
+def test_an_optimizer_given_with_frozen_weights_and_attributes_trains_as_in_plain_torch():
+    class Decayed(torch.optim.SGD):
+        def __init__(self, weights):
+            super().__init__(weights, lr=0.1)
+            self.decay = {"by": 0.99}
+
+        @torch.no_grad()
+        def step(self, closure=None):
+            for group in self.param_groups:
+                for weight in group["params"]:
+                    weight.mul_(self.decay["by"]) if weight.grad is not None else None
+            return super().step(closure)
+
+    model = Tagger()
+    model.words.requires_grad_(False)
+    optimizer = Decayed(model.parameters())
+    experiment = Experiment(registered(model, TAGS, loss=F.cross_entropy, optimizer=optimizer).changed(opt_level="O0"))
+    for step in range(4):
+        ids, labels = TAGS[step % 3]
+        optimizer.zero_grad()
+        loss = F.cross_entropy(model(ids), labels)
+        loss.backward()
+        optimizer.step()
+        assert loss.item() == experiment.step().loss
+
+
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (
+            lambda _weights: torch.optim.SGD(ONE.parameters(), lr=0.1),
+            "of the parameters that the function",
+        ),
+        (lambda _weights: hooked(torch.optim.SGD(ONE.parameters(), lr=0.1)), "optimizer of the parameters"),
+        ("hooked", "pass a function that makes the optimizer with its hooks"),
+    ],
+)
+def test_an_optimizer_that_cannot_be_made_again_is_refused(make, words):
+    given = hooked(torch.optim.SGD(ONE.parameters(), lr=0.1)) if make == "hooked" else make
+    with pytest.raises(ValueError, match=words):
+        registered(ONE, TAGS, loss=F.cross_entropy, optimizer=given)
+
+
+def hooked(optimizer):
+    optimizer.register_step_post_hook(lambda *_: None)
     return optimizer
 
 
+class Centered(nn.Module):
+    """A loss with a running mean, as of DINO."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("center", torch.zeros(()))
+
+    def forward(self, output, target):
+        with torch.no_grad():
+            self.center.mul_(0.9).add_(output.float().mean(), alpha=0.1)
+        return F.cross_entropy(output - self.center, target) + self.center
+
+
+def test_a_loss_with_a_buffer_begins_each_run_as_given():
+    loss = Centered()
+    config = registered(Tagger(), TAGS, loss=loss)
+    first, second = (
+        [experiment.step().loss for _ in range(4)] for experiment in (Experiment(config), Experiment(config))
+    )
+    assert first == second
+    assert loss.center == 0
+
+
+def test_a_run_that_fails_within_a_step_does_not_replace_its_checkpoint(tmp_path):
+    fails = []
+
+    def accuracy(model):
+        if fails:
+            raise RuntimeError("out of memory")
+        return 0.5
+
+    trainer = Trainer(registered(Tagger(), TAGS, loss=F.cross_entropy, evaluate=accuracy), log=tmp_path)
+    trainer.run(20)
+    fails.append(True)
+    with pytest.raises(RuntimeError, match="out of memory"):
+        trainer.run(20)
+    trainer.stop()
+    assert trainer.wait(10)
+    experiment, _ = Experiment.load(trainer.log_path.with_suffix(".checkpoint"))
+    assert experiment.steps_done == 20
+    whole = Experiment(trainer.config)
+    for _ in range(20):
+        whole.step()
+    assert whole.step().loss == experiment.step().loss
+
+
+def test_a_comparison_goes_on_though_many_runs_are_kept_meanwhile():
+    trainer = Trainer(registered(Tagger(), TAGS, loss=F.cross_entropy))
+    trainer.compare([trainer.config] * 2, steps=30)
+    for _ in range(MOST_RUNS + 2):
+        trainer.step()
+        trainer.reset()
+    assert trainer.wait(60)
+    assert [len(run.history) for run in trainer.kept.runs if run.is_compared][-1:] == [30]
+    assert trainer.comparison is None
+
+
+SCHEDULES = {
+    "linear": lambda optimizer: lr_scheduler.LinearLR(optimizer, 1.0, 0.01, total_iters=12),
+    "at milestones": lambda optimizer: lr_scheduler.MultiStepLR(optimizer, [2, 7, 9]),
+    "one after another": lambda optimizer: lr_scheduler.SequentialLR(
+        optimizer,
+        [lr_scheduler.LinearLR(optimizer, 0.1, total_iters=3), lr_scheduler.MultiStepLR(optimizer, [2, 6])],
+        milestones=[3],
+    ),
+}
+
+
 @pytest.mark.parametrize("level", ["O0", "O2"])
-def test_a_schedule_goes_on_through_a_change_and_a_restart(level, tmp_path):
-    config = registered(Tagger(), TAGS, loss=F.cross_entropy, optimizer=with_schedule).changed(opt_level=level)
+@pytest.mark.parametrize("make", SCHEDULES.values(), ids=SCHEDULES)
+def test_a_schedule_goes_on_through_a_change_and_a_restart(make, level, tmp_path):
+    def optimizer(weights):
+        stepped = torch.optim.SGD(weights, lr=0.1)
+        schedule = make(stepped)
+        stepped.register_step_post_hook(lambda *_: schedule.step())
+        return stepped
+
+    config = registered(Tagger(), TAGS, loss=F.cross_entropy, optimizer=optimizer).changed(opt_level=level)
     whole, changed = Experiment(config), Experiment(config)
     losses = [whole.step().loss for _ in range(12)]
     seen = [changed.step().loss for _ in range(4)]
@@ -357,8 +532,8 @@ def test_a_schedule_goes_on_through_a_change_and_a_restart(level, tmp_path):
     changed.save(tmp_path / "run.checkpoint", {})
     again, _ = Experiment.load(tmp_path / "run.checkpoint")
     assert seen + [again.step().loss for _ in range(4)] == losses
-    again.switch(again.config.changed(lr=0.3))
-    assert again.optimizer.param_groups[0]["lr"] == 0.3
+    with pytest.raises(ValueError, match="a schedule sets the learning rate"):
+        again.switch(again.config.changed(lr=0.3))
 
 
 @pytest.mark.parametrize("kind", RATELESS)

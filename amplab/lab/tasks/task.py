@@ -131,6 +131,9 @@ class Task(ABC):
     def know_epoch(self, *epoch: int) -> None:  # noqa: B027
         """Take over what `epoch_of` returned in another process."""
 
+    def rest(self) -> None:  # noqa: B027
+        """End what reads the data ahead; a later batch is read anew."""
+
     def check_batch_size(self, batch_size: int) -> None:  # noqa: B027  any size will do
         """Raise ValueError if there are no such batches."""
 
