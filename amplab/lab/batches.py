@@ -22,6 +22,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset
 from amplab.amp.run_state.rng_state import capture_rng, restore_rng
 from amplab.lab.data_generators import DataGenerators
 from amplab.policies.nested_tensors import map_tensors, tensors_in
+from amplab.policies.signals import is_interrupt
 from amplab.trace.random_states import random_states_kept, seed_all
 
 __all__ = ["Batches", "check_data"]
@@ -165,7 +166,7 @@ class Batches:
             seed_all(seed)
             data = self._data() if _is_function(self._data) else self._data
             self._generators.begin(data, epoch, seed)
-            iterator = iter(_with_workers_of_its_own(data))
+            iterator = iter(_of_one_pass(data))
             return _Pass(iterator, epoch, start, start, capture_rng(), self._generators.states())
 
     def _keep(self, step: int, batch: Any) -> None:
@@ -174,16 +175,24 @@ class Batches:
             self._kept.popitem(last=False)
 
 
-def _with_workers_of_its_own(data: Any) -> Any:
-    """Return the data, a loader as one whose workers end with the epoch, with their random states, and not by Ctrl-C.
+def _of_one_pass(data: Any) -> Any:
+    """Return a copy of data for one pass: an iterable of one's own may keep its place in itself.
 
-    An interrupt of a kernel, or in a terminal, reaches all processes.
+    A loader has workers that end with the pass, with their random states, and not by Ctrl-C: an interrupt of a kernel,
+    or in a terminal, reaches all processes.
     """
-    if not isinstance(data, DataLoader) or not data.num_workers:
+    if type(data) in (list, tuple):
         return data
-    data = copy.copy(data)
-    vars(data).update(persistent_workers=False, worker_init_fn=_Uninterrupted(data.worker_init_fn))
-    return data  # a loader lets no one set the first
+    try:
+        one = copy.copy(data)
+    except Exception as refusal:
+        if is_interrupt(refusal):
+            raise
+        return data
+    if isinstance(one, DataLoader) and one.num_workers:
+        # A loader lets no one set the first.
+        vars(one).update(persistent_workers=False, worker_init_fn=_Uninterrupted(one.worker_init_fn))
+    return one
 
 
 class _Uninterrupted:

@@ -19,9 +19,9 @@ import json
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from datetime import datetime
 from itertools import count
 from pathlib import Path
@@ -29,12 +29,14 @@ from typing import BinaryIO
 from weakref import WeakSet
 
 from amplab.amp.run_state.file_format import RunStateError, remove_partials, write_atomically
+from amplab.lab.code_digests import WEIGHTS
 from amplab.lab.config import ExperimentConfig
 from amplab.lab.experiment import Experiment, read_saved
 from amplab.lab.rank_exchange import RankExchange
 from amplab.lab.run_log import create_free, launch_of
 from amplab.lab.run_log.lock import hold, is_held
 from amplab.lab.run_log.ranks import rank_log
+from amplab.lab.tasks import TASKS
 from amplab.parallel.ranks import Rank
 from amplab.policies.signals import DeferredSignals, is_interrupt
 
@@ -77,12 +79,16 @@ class Checkpoint:
         config: The config at that step.
         step: Number of steps.
         saved: When it was written.
+        digests: Of the parts of code of one's own; see `code_digests`.
+        others: The parts that are others in this process.
     """
 
     path: Path
     config: ExperimentConfig
     step: int
     saved: datetime
+    digests: Mapping[str, str] = field(default_factory=dict)
+    others: tuple[str, ...] = ()
 
     @property
     def name(self) -> str:
@@ -93,6 +99,20 @@ class Checkpoint:
     def log(self) -> Path:
         """The log of the run."""
         return self.path.with_suffix(".jsonl")
+
+    def of_task(self, name: str, model: str) -> Checkpoint | None:
+        """Return it for a task of one's own that this process has, under another name perhaps; None for other weights.
+
+        Args:
+            name: Of the task.
+            model: Name of the model that it trains here.
+        """
+        here = TASKS[name].digests
+        if not here or self.digests.get(WEIGHTS) != here[WEIGHTS]:
+            return None
+        parts = dict.fromkeys((*here, *self.digests))
+        others = tuple(part for part in parts if here.get(part) != self.digests.get(part))
+        return replace(self, config=replace(self.config, task=name, model=model), others=others)
 
     def restore(self, exchange: RankExchange | None = None) -> tuple[Experiment, Path]:
         """Return the experiment, and a new log with everything up to this step.
@@ -105,7 +125,7 @@ class Checkpoint:
             RunStateError: The checkpoint is damaged.
             ValueError: It belongs to another version of the config, or its log is shorter than it says.
         """
-        experiment, extra = Experiment.load(self.path, exchange=exchange)
+        experiment, extra = Experiment.load(self.path, self.config, exchange=exchange)
         if exchange is not None:
             return experiment, begin_again(rank_log(self.path.parent, exchange.place.rank), self.step)
         wanted = extra.get("log_bytes", 0)
@@ -241,17 +261,19 @@ def begin_again(log: Path, step: int) -> Path:
 
 def _read(path: Path, *, whole: bool = True) -> Checkpoint:
     steps, extra = read_saved(path, whole=whole)
-    return Checkpoint(path, ExperimentConfig.parse(extra["config"]), steps, datetime.fromisoformat(extra["saved"]))
+    saved = datetime.fromisoformat(extra["saved"])
+    return Checkpoint(path, ExperimentConfig.parse(extra["config"]), steps, saved, extra.get("digests", {}))
 
 
 def last_checkpoint(
-    folder: Path, is_possible: Callable[[ExperimentConfig], bool] = lambda _: True
+    folder: Path, as_here: Callable[[Checkpoint], Checkpoint | None] = lambda saved: saved
 ) -> Checkpoint | None:
     """Return the latest checkpoint in `folder` that can be continued, None if there is none of the last 7 days.
 
     Args:
         folder: Where the logs are.
-        is_possible: Whether an experiment can be made here; a large file of another one is not read.
+        as_here: Returns it with the config that it has in this process; None if no experiment can be made of it. A
+            large file of another one is not read.
     """
     until = time.monotonic() + _LONGEST_LOCKED
     for path in _newest_first(folder, f"*{SUFFIX}"):
@@ -261,8 +283,8 @@ def last_checkpoint(
             log = path.with_suffix(".jsonl")
             if not log.is_file() or is_held(log, until=until):  # on Windows a run in another kernel is offered, too
                 continue
-            if is_possible(_read(path, whole=False).config):
-                return _read(path)
+            if as_here(_read(path, whole=False)) is not None:
+                return as_here(_read(path))
         except (OSError, RunStateError, ValueError, KeyError, TypeError) as error:
             if is_interrupt(error):
                 raise

@@ -25,7 +25,7 @@ from dataclasses import dataclass
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, Concatenate, ParamSpec, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -68,7 +68,7 @@ from amplab.lab.session_settings import (
 )
 from amplab.lab.step_rerun import StepRerun
 from amplab.lab.step_stages import StageRecorder, StepStages
-from amplab.lab.tasks import Task, TaskLoss, load_task
+from amplab.lab.tasks import Task, TaskLoss, load_task, task_choice
 from amplab.lab.tasks.task import drawing_alone
 from amplab.policies.nested_tensors import floating_tensors_in
 from amplab.scalers import ScaleState
@@ -107,6 +107,21 @@ class _Part:
     batch: int
     loss_id: int
     loss: TaskLoss
+
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+def _looking(method: Callable[Concatenate[Experiment, P], R]) -> Callable[Concatenate[Experiment, P], R]:
+    """Let a method that runs the losses change nothing besides the model, which it keeps itself."""
+
+    @functools.wraps(method)
+    def look(self: Experiment, /, *args: P.args, **named: P.kwargs) -> R:
+        with self._task.buffers_kept():
+            return method(self, *args, **named)
+
+    return drawing_alone(look)
 
 
 class Experiment:
@@ -320,10 +335,13 @@ class Experiment:
             OSError: The file cannot be written; the last one is unchanged.
             RunStateError: A state holds a value that the file cannot hold.
         """
+        saved = self._model.state_dict()
         here = {
             "config": str(self._config),
+            "digests": dict(task_choice(self._config.task).digests),
             "armed": sorted(self.armed),
             "epoch": list(self._task.epoch_of(self._batch_in_data(self._step))),
+            "buffers": {name: each for name, each in self._model.named_buffers() if name not in saved},
             "schedules": [*filter(is_loadable, map(_plain, (each.state_dict() for each in self._schedules())))],
             "seconds": 0.0 if self._began is None else time.perf_counter() - self._began,
         }
@@ -338,10 +356,17 @@ class Experiment:
 
     @classmethod
     @drawing_alone
-    def load(cls, path: Path, *, exchange: RankExchange | None = None) -> tuple[Experiment, dict[str, Any]]:
+    def load(
+        cls, path: Path, config: ExperimentConfig | None = None, *, exchange: RankExchange | None = None
+    ) -> tuple[Experiment, dict[str, Any]]:
         """Return a saved experiment, which continues bit for bit, and the extra values that were saved with it.
 
         All ranks load the checkpoint of rank 0: their weights, optimizer states and scales are equal.
+
+        Args:
+            path: The file.
+            config: The one to continue with; None for the saved one.
+            exchange: With the other ranks.
 
         Raises:
             OSError: The file cannot be read.
@@ -349,7 +374,7 @@ class Experiment:
             ValueError: Its config cannot be read.
         """
         _, extra = read_saved(path)
-        experiment = cls(ExperimentConfig.parse(extra["config"]), exchange=exchange)
+        experiment = cls(config or ExperimentConfig.parse(extra["config"]), exchange=exchange)
         with random_states_kept(()):  # a step draws from its own
             state = load_run_state(
                 path, model=experiment._model, optimizer=experiment._optimizers, amp=experiment._session
@@ -357,6 +382,10 @@ class Experiment:
         experiment._step, experiment._measure_memory_until = state.position, state.position + 2
         experiment._task.know_epoch(*extra.get("epoch", ()))  # an older checkpoint has none
         experiment._load_schedules(extra.get("schedules", []))
+        for name, buffer in experiment._model.named_buffers():
+            value = extra.get("buffers", {}).get(name)
+            if isinstance(value, Tensor) and value.shape == buffer.shape:
+                write_value(buffer, value)
         experiment._began = time.perf_counter() - extra["seconds"]
         experiment._loss_scale = experiment._lowest_scale()
         for fault in extra["armed"]:
@@ -390,7 +419,7 @@ class Experiment:
             for module, training in modes:
                 module.training = training
 
-    @drawing_alone
+    @_looking
     def trace(self, observer: Observer | None = None) -> Trace:
         """Record the forward and backward of the next batch, op by op; the experiment does not change.
 
@@ -409,7 +438,7 @@ class Experiment:
             observer=observer,
         )
 
-    @drawing_alone
+    @_looking
     def examine(self) -> Findings:
         """Return what `amplab.doctor` finds in the next step; the experiment does not change. Sync: many."""
         step, batch = self._step, self._batch(self._step)
@@ -432,7 +461,7 @@ class Experiment:
         """The last step if it was skipped: its batch, weights and random state are still there. Else None."""
         return self._last if self._last is not None and self._last.skipped else None
 
-    @drawing_alone
+    @_looking
     def explain_skip(self) -> FirstNonfinite | None:
         """Run `last_skip` again from the state in which it began; return which op overflowed first, and why.
 
@@ -496,7 +525,7 @@ class Experiment:
 
         return _sum(disturbed(part) for part in self._parts() if part.loss_id == self._last_loss_id)
 
-    @drawing_alone
+    @_looking
     def gradients(self) -> GradientRecord:
         """Return the exponents of the gradients of the next step, in float32 at the current (master) weights.
 
@@ -527,7 +556,7 @@ class Experiment:
         kept = self.kept()
         return None if kept is None else kept.total
 
-    @drawing_alone
+    @_looking
     def kept(self, *, batch_size: int | None = None) -> KeptBytes | None:
         """Return what `activations` counts, by module; the experiment does not change.
 
@@ -539,7 +568,7 @@ class Experiment:
         with self._session.casting():
             return xray(self._model, step=lambda: self._forward(self._model, part, batch, self._step)).kept
 
-    @drawing_alone
+    @_looking
     def twin(self, *, steps: int = 10) -> TwinReport:
         """Train a float32 copy and one in this precision from the present weights, and compare them module by module.
 
@@ -835,6 +864,9 @@ def _is_of_the_lab(extra: dict[str, Any]) -> bool:
         and isinstance(extra.get("saved", ""), str)
         and _are(is_count, extra.get("epoch", []), (0, 2))
         and _are(lambda state: isinstance(state, dict), extra.get("schedules", []))
+        and isinstance(extra.get("buffers", {}), dict)
+        and isinstance(digests := extra.get("digests", {}), dict)
+        and all(isinstance(each, str) for each in (*digests, *digests.values()))
     )
 
 

@@ -9,20 +9,21 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
-from amplab.lab.checkpoints import last_checkpoint
+from amplab.lab.checkpoints import Checkpoint, last_checkpoint
 from amplab.lab.config import OWN, ExperimentConfig
 from amplab.lab.first_paint import START_LINE
 from amplab.lab.models import models_of
 from amplab.lab.own_task import forget_own, register_own
 from amplab.lab.run_log import Run, runs_directory
-from amplab.lab.tasks import TASKS
-from amplab.lab.trainer import Trainer
+from amplab.lab.tasks import OWN_TASK, TASKS
+from amplab.lab.trainer import Trainer, tasks_in_use
 from amplab.lab.watch import Watch
 from amplab.trace.handed_step import Loss, shows_calls
 
@@ -42,6 +43,7 @@ class _Kernel:
         self._lock = threading.Lock()
         self._asked: ExperimentConfig | None = None  # for what, by the last cell that named a config
         self.trainer: Trainer | None = None
+        self.own_tasks: set[str] = set()  # that have ever been: a page may show a button that begins one
 
     def obtain(self, config: ExperimentConfig | None, *, replaces: bool) -> tuple[Trainer, bool]:
         """Return the experiment and True if it runs or is paused, else one of `config` that is ready and False.
@@ -64,11 +66,6 @@ class _Kernel:
             if old is not None:
                 old.stop()
             return new, False
-
-    def tasks_in_use(self) -> set[str]:
-        """Return the tasks of the experiment and of the runs that are kept beside it."""
-        trainer = self.trainer
-        return set() if trainer is None else {trainer.config.task, *(run.config.task for run in trainer.kept.runs)}
 
 
 _kernel = _Kernel()
@@ -104,7 +101,9 @@ def open(
     With `model` and `data` the experiment trains a model of your own. The lab needs fresh models and optimizers for
     Reset and Compare: it calls the functions that it was given, or copies the objects as they are now. What you pass is
     not changed. While such an experiment runs, each step seeds the generators of torch, Python and NumPy, and restores
-    them: pause it before a cell that needs random numbers of its own.
+    them: pause it before a cell that needs random numbers of its own. In a restarted kernel a run continues with its
+    parameters and buffers, its optimizers, and schedules that step in their hooks; what a model keeps in attributes,
+    such as a counter, begins anew.
 
     Args:
         config: An `ExperimentConfig`, or its string as a dashboard's `config()` returns it; None for the default one.
@@ -134,15 +133,17 @@ def open(
     if model is not None:
         if data is None:
             raise TypeError(f"open(model=…) without data=: expected the batches to train on as well; {_OWN_CALL}.")
-        forget_own(_kernel.tasks_in_use())
-        wanted = _of_own(wanted, register_own(model, **parts))
+        forget_own(tasks_in_use())
+        own = register_own(model, **parts, taken=_kernel.own_tasks)
+        _kernel.own_tasks.add(own)
+        wanted = _of_own(wanted, own)
     elif given:
         raise TypeError(f"open({given[0]}=…) without model=: expected the model to train as well; {_OWN_CALL}.")
     trainer, has_begun = _kernel.obtain(wanted, replaces=model is None)
     opened = dashboard(trainer)
     if has_begun:
         opened.offer(None if wanted == trainer.config else wanted)
-    elif not trainer.kept.runs and (saved := last_checkpoint(runs_directory(), _is_here)):
+    elif not trainer.kept.runs and (saved := last_checkpoint(runs_directory(), partial(_as_here, trainer.config))):
         opened.offer_saved(saved)
     return opened
 
@@ -172,9 +173,11 @@ def attach(run: Trainer | Watch | Run | None = None) -> Dashboard | RunView:
 _OWN_CALL = "write amplab.lab.open(model=model, data=loader, loss=criterion)"
 
 
-def _is_here(config: ExperimentConfig) -> bool:
-    """Whether this process has the task and the model; code of one's own may be gone."""
-    return config.task in TASKS and config.model in models_of(config.task)
+def _as_here(present: ExperimentConfig, saved: Checkpoint) -> Checkpoint | None:
+    """Return a saved run with its config in this process; None if its task, model or code is not here."""
+    if OWN_TASK.fullmatch(saved.config.task):
+        return saved.of_task(present.task, present.model) if OWN_TASK.fullmatch(present.task) else None
+    return saved if saved.config.task in TASKS and saved.config.model in models_of(saved.config.task) else None
 
 
 def _of_own(config: ExperimentConfig | None, task: str) -> ExperimentConfig:

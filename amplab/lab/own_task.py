@@ -1,8 +1,8 @@
 """A model, data and a loss of one's own as a task of the lab.
 
-`register_own` checks what `amplab.lab.open` was given and offers it to configs as the task "own", or "own-2" while
-"own" is in use. From then on it is a task like the others: a reset, a comparison or a twin makes fresh models and
-optimizers, by calling the factories, or by copying the objects as they were when the lab opened.
+`register_own` checks what `amplab.lab.open` was given and offers it to configs as the task "own", or "own-2" if "own"
+is taken. From then on it is a task like the others: a reset, a comparison or a twin makes fresh models and optimizers,
+by calling the factories, or by copying the objects as they were when the lab opened.
 
     model=          an nn.Module, a list or dict of them, or a function that returns one
     data=           an iterable of batches (see `batches`), or a function that returns one
@@ -32,6 +32,7 @@ from amplab.amp.apex.before_initialize import hooks_of
 from amplab.amp.backward.optimizer_params import params_of
 from amplab.diagnose.trial import check_called_with, check_optimizer, check_step_of_copies, check_trained
 from amplab.lab.batches import Batches, check_data
+from amplab.lab.code_digests import code_digests
 from amplab.lab.config import OWN
 from amplab.lab.data_generators import DataGenerators
 from amplab.lab.models import MODELS, ModelChoice
@@ -42,6 +43,7 @@ from amplab.optimizers.group_settings import learning_rate
 from amplab.policies.signals import is_interrupt
 from amplab.trace.handed_step import Loss, ModelGroup, as_model, handed_step
 from amplab.trace.random_states import devices_in_use, random_states_kept, seed_all
+from amplab.trace.reached_values import reached_from
 
 __all__ = ["OwnCode", "OwnTask", "check_devices", "forget_own", "register_own"]
 
@@ -92,11 +94,16 @@ class OwnTask(Task):
         self._code = code
         self._batches = Batches(code.data, seed, code.generators)
         places = {model: place for place, model in enumerate(code.trained)}
-        copies: dict[int, Any] = {}  # of losses, such as a module with a buffer that each run begins with as given
+        copies: dict[int, Any] = {}
+        given = [(model, _own(loss, copies), step) for model, loss, step in code.losses]
         self.losses = tuple(
-            TaskLoss(_name_of_loss(model, number, code), _loss_of(_own(loss, copies), step), places[model])
-            for number, (model, loss, step) in enumerate(code.losses)
+            TaskLoss(_name_of_loss(model, number, code), _loss_of(loss, step), places[model])
+            for number, (model, loss, step) in enumerate(given)
         )
+        reached = (
+            each for _, *functions in given for function in functions if function for each in reached_from(function)
+        )
+        self._besides = list({id(each): each for each in reached if isinstance(each, nn.Module)}.values())
         self._devices: tuple[torch.device, ...] = ()
 
     def batch(self, step: int, batch_size: int) -> Any:  # noqa: ARG002  the data have batches already
@@ -130,6 +137,17 @@ class OwnTask(Task):
     def seed_forward(self, step: int, place: int = 0) -> None:
         """Seed torch with the model's devices, Python and NumPy: a step of one's own may draw from any of them."""
         seed_all(self.seed_of(step, place), self._devices)
+
+    @contextmanager
+    def buffers_kept(self) -> Iterator[None]:
+        """Run a block and restore the buffers of modules that the losses use besides the model, as of a teacher."""
+        before = [(buffer, buffer.clone()) for module in self._besides for buffer in module.buffers()]
+        try:
+            yield
+        finally:
+            with torch.no_grad():
+                for buffer, values in before:
+                    buffer.copy_(values)
 
     @contextmanager
     def random_states_kept(self) -> Iterator[None]:
@@ -167,6 +185,7 @@ def register_own(
     step: Any = None,
     optimizer: Any = None,
     evaluate: Callable[[Any], float] | None = None,
+    taken: Set[str] = frozenset(),
 ) -> str:
     """Offer a model of one's own as a task and return the name of the task.
 
@@ -174,6 +193,7 @@ def register_own(
 
     Args:
         model, data, loss, step, optimizer, evaluate: as `amplab.lab.open` takes them.
+        taken: Names that are not given again, besides those in use: a config may have them.
 
     Raises:
         TypeError, ValueError: One of them is not of its kind, or they do not fit together. What the model, the loss or
@@ -181,10 +201,10 @@ def register_own(
     """
     check_data(data)
     with random_states_kept(devices_in_use()):
-        return _register(_checked(model, data, loss, step, optimizer, evaluate))
+        return _register(_checked(model, data, loss, step, optimizer, evaluate), taken)
 
 
-def _register(code: OwnCode) -> str:
+def _register(code: OwnCode, taken: Set[str]) -> str:
     earlier = _tensors_of_one(code)
     first = code.make_model()
     if _check_fresh(first, earlier):
@@ -194,7 +214,7 @@ def _register(code: OwnCode) -> str:
     check_devices({each.device.type for each in first.parameters()})
     for number in itertools.count(1):
         name = OWN if number == 1 else f"{OWN}-{number}"
-        if name not in TASKS:
+        if name not in TASKS and name not in taken:
             break
     score = None if code.evaluate is None else _score(code.evaluate)
     rates, chosen = dict(_ADAM), "adam"
@@ -202,7 +222,7 @@ def _register(code: OwnCode) -> str:
         made = OwnTask(name, code, score, 0).optimizers(first, None)
         chosen = OWN
         rates |= {OWN: learning_rate(made[0].param_groups[0]) or 0.0}
-    _try_one_step(OwnTask(name, code, score, 0), first)
+    batch = _try_one_step(OwnTask(name, code, score, 0), first)
     label = type(first.get_submodule(code.trained[0]) if isinstance(first, ModelGroup) else first).__name__
     label = " + ".join(type(each).__name__ for each in first.children()) if isinstance(first, ModelGroup) else label
     TASKS[name] = TaskChoice(
@@ -214,6 +234,7 @@ def _register(code: OwnCode) -> str:
         has_own_optimizer=code.has_optimizers,
         has_batch_size=False,
         has_opposed_losses=len(code.trained) > 1,
+        digests=_digests(code, first, batch),
     )
     MODELS[_free_model_name(label)] = ModelChoice(label, lambda _hidden: code.make_model(), (name,))
     return name
@@ -346,11 +367,27 @@ def _check_fresh(model: nn.Module, earlier: Sequence[ReferenceType[Tensor]]) -> 
     return any(id(each) in known for each in (*model.parameters(), *model.buffers()))
 
 
-def _try_one_step(task: OwnTask, model: nn.Module) -> None:
-    """Run the forward of every loss once."""
-    batch = task.batch(0, 0)
+def _try_one_step(task: OwnTask, model: nn.Module) -> Any:
+    """Run the forward of every loss once; return the batch."""
     for loss in task.losses:
-        loss.of(model, batch)
+        loss.of(model, task.batch(0, 0))
+    return task.batch(0, 0)
+
+
+def _digests(code: OwnCode, model: nn.Module, batch: Any) -> dict[str, str]:
+    """Return the digests of all parts; of code that cannot be looked at none."""
+    functions: dict[str, list[Any]] = {
+        "loss": [loss for _, loss, _ in code.losses],
+        "step": [step for _, _, step in code.losses],
+        "optimizer": [*code.optimizers.values()],
+        "evaluate": [code.evaluate],
+    }
+    try:
+        return code_digests(model, batch, functions)
+    except Exception as failure:
+        if is_interrupt(failure):
+            raise
+        return {}
 
 
 # -- parts ---------------------------------------------------------------------------------------------
@@ -372,7 +409,7 @@ def _loss_of(loss: Loss | None, step: Loss | None) -> Callable[[nn.Module, Any],
 
 
 def _own(loss: Loss | None, copies: dict[int, Any]) -> Loss | None:
-    """Return a copy of a loss whose buffers the forward may change, else the loss."""
+    """Return a copy of a loss whose forward may change its buffers, with which each run begins as given."""
     if isinstance(loss, nn.Module) and next(loss.buffers(), None) is not None:
         copied: Loss = copy.deepcopy(loss, copies)
         return copied

@@ -71,7 +71,7 @@ from amplab.lab.worker import Worker
 from amplab.trace import Trace
 from amplab.trace.input_statistics import InputStatistics
 
-__all__ = ["LOWEST_SPEED", "STEP_LIMIT", "Trainer"]
+__all__ = ["LOWEST_SPEED", "STEP_LIMIT", "Trainer", "tasks_in_use"]
 
 STEP_LIMIT = 1_000_000
 """Steps after which a run pauses by itself, so that a forgotten run does not fill the disk."""
@@ -102,7 +102,7 @@ class Trainer:
     Args:
         config: The experiment; None for the default one.
         log: Folder or .jsonl file of the run log, None for no log. An existing file is never overwritten.
-        step_limit: Steps after which a run pauses by itself.
+        step_limit: Steps after which a run pauses by itself, unless a number of steps was asked for.
         exchange: With the other ranks, if several processes train this experiment together.
 
     Raises:
@@ -657,7 +657,7 @@ class Trainer:
         if self._exchange is not None and "stop" in self._exchange.agreed:
             self.pause()
         self._count_step()
-        if self._experiment.steps_done >= self._step_limit:
+        if self._experiment.steps_done >= self._step_limit and self._steps_left is None:
             self._end_at_limit()
 
     def _train_once(self) -> None:
@@ -854,6 +854,10 @@ class Trainer:
         except (OSError, RuntimeError, ValueError) as error:
             self._publisher.publish(Failed(f"The {saved.name} cannot continue: {error}"))
             return
+        except BaseException:  # noqa: BLE001 - of a function of one's own that makes the model; the present run is whole
+            text = f"The {saved.name} cannot continue; the run is not changed.\n{traceback.format_exc()}"
+            self._publisher.publish(Failed(text, attempted=True))
+            return
         previous, replaced = self.config, self._retire()
         self._record_replacing(f"Continued the {saved.name}", replaced, previous)
         self._runs_begun += 1
@@ -1034,6 +1038,12 @@ def _period(speed: float | None) -> float:
 _LIVE: weakref.WeakSet[Trainer] = weakref.WeakSet()
 if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_LIVE.clear)  # a forked process has none of their threads
+
+
+def tasks_in_use() -> set[str]:
+    """Return the tasks of all experiments of this process, and of the runs that are kept beside them."""
+    configs = [(each.config, each._wanted, *(run.config for run in each.kept.runs)) for each in list(_LIVE)]
+    return {config.task for those in configs for config in those}
 
 
 def _no_warning(report: kernels.BuildReport) -> None:

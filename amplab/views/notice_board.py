@@ -5,6 +5,7 @@ A notice is a frozen value; the board keeps notices until the user dismisses the
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 
 __all__ = ["Notice", "NoticeBoard", "failure", "offer", "refused_message", "saved_offer"]
@@ -77,13 +78,22 @@ def offer(running: str, steps: int, state: str, wanted: str | None) -> Notice:
     return Notice("offer", "This kernel already has an experiment", text, choices=choices, of_run=True)
 
 
-def saved_offer(name: str, config: str, step: int) -> Notice:
+def saved_offer(name: str, config: str, step: int, others: Sequence[str] = ()) -> Notice:
     """Return the choice to continue a run of a kernel that has ended.
+
+    Args:
+        name: What the run is called.
+        config: Its config.
+        step: Its steps.
+        others: The parts of code of one's own that are not those of the run.
 
     >>> saved_offer("run of 14:05", "amplab/1 task=digits", 12_300).title
     'Continue the run of 14:05 at step 12,300?'
     """
     text = f"Its kernel has ended: {config}. Continue it, then press Start to train on."
+    if others:
+        parts = ", ".join(f"{each}=" for each in others)
+        text += f" It was trained with another {parts}: its next steps use what this cell has."
     choices = (("continue", "Continue it"), ("dismiss", "Dismiss"))
     return Notice("offer", f"Continue the {name} at step {step:,}?", text, choices=choices)
 

@@ -99,7 +99,7 @@ class Presenter:
     def offer_saved(self, saved: Checkpoint) -> None:
         """Ask whether to continue a run of a kernel that has ended."""
         self._saved = saved
-        self._ticker.call(lambda: self._put(saved_offer(saved.name, str(saved.config), saved.step)))
+        self._ticker.call(lambda: self._put(saved_offer(saved.name, str(saved.config), saved.step, saved.others)))
 
     def close(self) -> None:
         """End the ticker; the trainer continues. The widgets are closed by the box that they are in."""

@@ -615,7 +615,7 @@ def test_a_large_checkpoint_of_another_model_is_not_read_and_hides_no_run(tmp_pa
     torch.save({**state, "large": torch.zeros(2**27)}, tmp_path / "large.checkpoint")
     shutil.copy(tmp_path / "small.jsonl", tmp_path / "large.jsonl")
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    found = last_checkpoint(tmp_path, lambda each: each.task == "digits")
+    found = last_checkpoint(tmp_path, lambda each: each if each.config.task == "digits" else None)
     assert (found.step, found.path.name) == (3, "small.checkpoint")
     resets(tmp_path, KEPT + 1)
     assert not (tmp_path / "small.checkpoint").exists()

@@ -2,6 +2,7 @@
 
 import copy
 import math
+import os
 import random
 import sys
 from collections.abc import Iterator
@@ -28,12 +29,14 @@ from amplab.lab import (
     TraceReady,
     Trainer,
     TwinReady,
+    checkpoints,
     config_remedy,
     load_run,
     report,
 )
 from amplab.lab.kept_runs import MOST_RUNS
 from amplab.lab.own_task import check_devices, forget_own, register_own
+from amplab.views.notice_board import saved_offer
 
 
 class Block(nn.Module):
@@ -467,6 +470,145 @@ def test_a_loss_with_a_buffer_begins_each_run_as_given():
     )
     assert first == second
     assert loss.center == 0
+
+
+@pytest.mark.parametrize("kind", ["loss", "step"])
+@pytest.mark.parametrize("look", ["trace", "examine", "gradients", "activations", "twin"])
+def test_a_look_changes_no_buffer_that_a_loss_uses(look, kind):
+    teacher = nn.Sequential(nn.Embedding(20, 8), nn.Flatten(0, 1), nn.BatchNorm1d(8), nn.Linear(8, 1))
+
+    def distilled(model, batch):
+        return F.cross_entropy(model(batch[0]), batch[1]) + teacher(batch[0]).mean() * model.out.bias.sum()
+
+    def losses(*, looks):
+        teacher[2].reset_running_stats()
+        torch.manual_seed(0)
+        given = {"loss": Centered()} if kind == "loss" else {"step": distilled}
+        experiment = Experiment(registered(Tagger(), TAGS, **given))
+        seen = [(getattr(experiment, look)() if looks else None, experiment.step().loss)[1] for _ in range(3)]
+        return seen, teacher[2].running_mean.sum().item()
+
+    assert losses(looks=True) == losses(looks=False)
+
+
+class Counting(nn.Module):
+    """Has a buffer that its state_dict leaves out."""
+
+    def __init__(self):
+        super().__init__()
+        self.tagger = Tagger()
+        self.register_buffer("steps", torch.zeros(()), persistent=False)
+
+    def forward(self, ids):
+        self.steps += 1
+        return self.tagger(ids) / self.steps
+
+
+def test_a_buffer_outside_of_the_state_dict_goes_on_after_a_restart(tmp_path):
+    config = registered(Counting, TAGS, loss=F.cross_entropy)
+    whole, first = Experiment(config), Experiment(config)
+    for _ in range(3):
+        first.step()
+    first.save(tmp_path / "run.checkpoint", {})
+    again, _ = Experiment.load(tmp_path / "run.checkpoint")
+    losses = [whole.step().loss for _ in range(6)]
+    assert [again.step().loss for _ in range(3)] == losses[3:]
+
+
+class Lite:
+    """Keeps its place in itself."""
+
+    def __iter__(self):
+        self.place = 0
+        while self.place < len(TAGS):
+            self.place += 1
+            yield TAGS[self.place - 1]
+
+
+def test_a_comparison_leaves_the_run_the_batches_of_data_that_keep_their_place():
+    config = registered(Tagger(), Lite(), loss=F.cross_entropy)
+    whole = Trainer(config).run(7).column("loss").tolist()
+    trainer = Trainer(config)
+    trainer.run(2)
+    trainer.compare([config.changed(opt_level="O0")], steps=2)
+    assert trainer.wait(30)
+    assert trainer.run(5).column("loss").tolist() == whole
+
+
+def test_a_model_that_cannot_be_made_leaves_the_present_run_when_another_is_to_continue(tmp_path):
+    fails = []
+
+    def make():
+        return Tagger() if not fails else {}["weights"]
+
+    trainer = Trainer(registered(make, TAGS, loss=F.cross_entropy), log=tmp_path)
+    trainer.run(3)
+    saved = checkpoints._read(trainer.log_path.with_suffix(".checkpoint"))
+    fails.append(True)
+    trainer.continue_saved(saved)
+    assert trainer.wait(10)
+    assert "KeyError" in trainer.failures[-1].text
+    assert len(trainer.run(2)) == 5
+
+
+def test_a_run_is_offered_under_another_name_with_the_parts_that_are_others(kernel, tmp_path, monkeypatch):
+    monkeypatch.setattr(sys.modules["amplab.lab.open"], "runs_directory", lambda: tmp_path)
+    offered = []
+    monkeypatch.setattr("amplab.views.Dashboard.offer_saved", lambda _self, saved: offered.append(saved))
+
+    def opened(model=Tagger, data=TAGS, loss=F.cross_entropy):
+        dashboard = amplab.lab.open(model=model, data=data, loss=loss)
+        dashboard.close()
+        return dashboard.trainer
+
+    opened()
+    trainer = opened()
+    trainer.stop()
+    trainer = opened()
+    assert trainer.config.task == "own-3"
+    trainer.run(4)
+    trainer.stop()
+    assert trainer.wait(10)
+    whole = Experiment(trainer.config)
+    losses = [whole.step().loss for _ in range(6)]
+    for log in list(checkpoints._held):
+        os.close(checkpoints._held.pop(log))  # as when its kernel ends
+    del trainer
+    forget_own(set())
+    kernel.trainer, kernel.own_tasks = None, set()
+
+    trainer = opened()
+    assert (trainer.config.task, offered[-1].config.task, offered[-1].others) == ("own", "own", ())
+    trainer.continue_saved(offered[-1])
+    assert trainer.wait(10)
+    assert trainer.run(2).column("loss").tolist() == losses
+    trainer.reset(), trainer.stop(), trainer.wait(10)
+
+    offered.clear()
+    for log in list(checkpoints._held):
+        os.close(checkpoints._held.pop(log))
+    opened(loss=lambda output, labels: F.cross_entropy(output, labels) * 2, data=TAGS[::-1])
+    assert offered[-1].others == ("data", "loss")
+    assert "trained with another data=, loss=: its next" in saved_offer("run", "", 4, offered[-1].others).text
+    offered.clear()
+    opened(model=lambda: nn.Sequential(Tagger()))
+    assert not offered
+
+
+def test_a_dashboard_that_was_replaced_begins_its_own_model_again(kernel):
+    def opened(model):
+        dashboard = amplab.lab.open(model=model, data=TAGS, loss=F.cross_entropy)
+        dashboard.close()
+        return dashboard.trainer
+
+    torch.manual_seed(0)
+    first = opened(nn.Sequential(Tagger()))
+    second, third = opened(nn.Sequential(Tagger(), nn.Tanh())), opened(nn.Sequential(Tagger(), nn.Sigmoid()))
+    for trainer, size in ((first, 1), (second, 2)):
+        trainer.reset()
+        trainer.run(1)
+        assert len(trainer._experiment.model) == size
+    assert len({each.config.task for each in (first, second, third)}) == 3
 
 
 def test_a_run_that_fails_within_a_step_does_not_replace_its_checkpoint(tmp_path):

@@ -363,6 +363,10 @@ def test_a_forgotten_run_pauses_at_its_limit(listen):
     assert ear.of(StateChanged)[-1].note == "20 steps are done, the limit of one run; call reset() to start again."
 
 
+def test_steps_that_were_asked_for_are_made_beyond_the_limit():
+    assert len(Trainer(SMALL, step_limit=20).run(30)) == 30
+
+
 WITHOUT_COMPILER = """
 from amplab.lab import ExperimentConfig, Trainer
 trainer = Trainer(ExperimentConfig(hidden=16))

@@ -19,7 +19,7 @@ import os
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any, ParamSpec, TypeVar
@@ -164,6 +164,10 @@ class Task(ABC):
         """Return the seed of the random numbers of one forward."""
         return ((self.seed * 1_000_003 + step + 1) * 1_009 + place) % 2**63
 
+    def buffers_kept(self) -> AbstractContextManager[None]:
+        """Run a block and restore what the losses change besides the model; most change nothing."""
+        return nullcontext()
+
     @contextmanager
     def random_states_kept(self) -> Iterator[None]:
         """Run a block and restore what `seed_forward` seeds: the process has random numbers of its own."""
@@ -231,6 +235,7 @@ class TaskChoice:
         has_own_optimizer: Whether the task makes optimizers itself, as "own".
         has_batch_size: Whether batch_size has an effect.
         has_opposed_losses: Whether a loss falls as another one rises, so that they do not say whether it learns.
+        digests: Of the parts of code of one's own, see `amplab.lab.code_digests`.
     """
 
     label: str
@@ -241,3 +246,4 @@ class TaskChoice:
     has_own_optimizer: bool = False
     has_batch_size: bool = True
     has_opposed_losses: bool = False
+    digests: Mapping[str, str] = field(default_factory=dict)
