@@ -81,7 +81,7 @@ from amplab.trace.handed_step import (
     scaler_in_use,
     shows_calls,
 )
-from amplab.trace.scaler_states import scalers_kept
+from amplab.trace.named_state import named_state_kept
 
 __all__ = ["doctor"]
 
@@ -180,7 +180,7 @@ def doctor(
         model, scaler, opt_level=opt_level, policy=policy, autocast=autocast, loss_scale=loss_scale
     ) as setting:
         if handed is not None:
-            with kept((), in_use, ()), scalers_kept(loss, step):
+            with kept((), in_use, ()), named_state_kept(loss, step):
                 observed, of_step = _examine_step(model, setting.of_step(handed), setting, batch, optimizers, in_use)
             found = [*found, *(of_step if run is None else _with_skips(of_step, run))]
     found += (*parameter_findings(model, optimizers, observed), *nonfinite_buffers(model))

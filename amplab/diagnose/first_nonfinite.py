@@ -46,8 +46,8 @@ from amplab.trace.handed_step import (
     scaler_in_use,
     shows_calls,
 )
+from amplab.trace.named_state import named_state_kept
 from amplab.trace.precision_settings import precision_setting
-from amplab.trace.scaler_states import scalers_kept
 
 __all__ = ["FirstNonfinite", "Setting", "explain", "first_nonfinite", "setting_of"]
 
@@ -197,7 +197,7 @@ def first_nonfinite(
             model, scaler, opt_level=opt_level, policy=policy, autocast=autocast, loss_scale=loss_scale
         ) as setting,
         kept((), scaler_in_use(scaler), ()),
-        scalers_kept(loss, step),
+        named_state_kept(loss, step),
     ):
         handed = setting.of_step(handed)
         seen = observe_step(model, handed, casting=setting.casting(), loss_scale=setting.loss_scale, batch=batch)

@@ -25,7 +25,7 @@ from dataclasses import dataclass
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import Any, Concatenate, ParamSpec, TypeVar, cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -73,6 +73,7 @@ from amplab.lab.tasks.task import drawing_alone
 from amplab.policies.nested_tensors import floating_tensors_in
 from amplab.scalers import ScaleState
 from amplab.trace import Trace, trace_step, xray
+from amplab.trace.forwarded_modules import buffers_kept
 from amplab.trace.handed_step import ModelGroup
 from amplab.trace.kept_tensors import KeptBytes
 from amplab.trace.random_states import random_states_kept
@@ -107,21 +108,6 @@ class _Part:
     batch: int
     loss_id: int
     loss: TaskLoss
-
-
-P = ParamSpec("P")
-R = TypeVar("R")
-
-
-def _looking(method: Callable[Concatenate[Experiment, P], R]) -> Callable[Concatenate[Experiment, P], R]:
-    """Let a method that runs the losses change nothing besides the model, which it keeps itself."""
-
-    @functools.wraps(method)
-    def look(self: Experiment, /, *args: P.args, **named: P.kwargs) -> R:
-        with self._task.buffers_kept():
-            return method(self, *args, **named)
-
-    return drawing_alone(look)
 
 
 class Experiment:
@@ -419,7 +405,7 @@ class Experiment:
             for module, training in modes:
                 module.training = training
 
-    @_looking
+    @drawing_alone
     def trace(self, observer: Observer | None = None) -> Trace:
         """Record the forward and backward of the next batch, op by op; the experiment does not change.
 
@@ -438,7 +424,7 @@ class Experiment:
             observer=observer,
         )
 
-    @_looking
+    @drawing_alone
     def examine(self) -> Findings:
         """Return what `amplab.doctor` finds in the next step; the experiment does not change. Sync: many."""
         step, batch = self._step, self._batch(self._step)
@@ -461,7 +447,7 @@ class Experiment:
         """The last step if it was skipped: its batch, weights and random state are still there. Else None."""
         return self._last if self._last is not None and self._last.skipped else None
 
-    @_looking
+    @drawing_alone
     def explain_skip(self) -> FirstNonfinite | None:
         """Run `last_skip` again from the state in which it began; return which op overflowed first, and why.
 
@@ -525,7 +511,7 @@ class Experiment:
 
         return _sum(disturbed(part) for part in self._parts() if part.loss_id == self._last_loss_id)
 
-    @_looking
+    @drawing_alone
     def gradients(self) -> GradientRecord:
         """Return the exponents of the gradients of the next step, in float32 at the current (master) weights.
 
@@ -537,7 +523,7 @@ class Experiment:
         grads: dict[str, Tensor] = {}
         for number, names in enumerate(self._names):
             model.zero_grad(set_to_none=True)
-            with self._random_states_kept():
+            with self._random_states_kept(), buffers_kept(model):
                 for part in self._parts(number):
                     batch = self._batch(self._step, part.batch)
                     shrunk(self._forward(model, part, batch, self._step), self._faults).backward()
@@ -556,7 +542,7 @@ class Experiment:
         kept = self.kept()
         return None if kept is None else kept.total
 
-    @_looking
+    @drawing_alone
     def kept(self, *, batch_size: int | None = None) -> KeptBytes | None:
         """Return what `activations` counts, by module; the experiment does not change.
 
@@ -568,7 +554,7 @@ class Experiment:
         with self._session.casting():
             return xray(self._model, step=lambda: self._forward(self._model, part, batch, self._step)).kept
 
-    @_looking
+    @drawing_alone
     def twin(self, *, steps: int = 10) -> TwinReport:
         """Train a float32 copy and one in this precision from the present weights, and compare them module by module.
 

@@ -43,7 +43,6 @@ from amplab.optimizers.group_settings import learning_rate
 from amplab.policies.signals import is_interrupt
 from amplab.trace.handed_step import Loss, ModelGroup, as_model, handed_step
 from amplab.trace.random_states import devices_in_use, random_states_kept, seed_all
-from amplab.trace.reached_values import reached_from
 
 __all__ = ["OwnCode", "OwnTask", "check_devices", "forget_own", "register_own"]
 
@@ -100,10 +99,6 @@ class OwnTask(Task):
             TaskLoss(_name_of_loss(model, number, code), _loss_of(loss, step), places[model])
             for number, (model, loss, step) in enumerate(given)
         )
-        reached = (
-            each for _, *functions in given for function in functions if function for each in reached_from(function)
-        )
-        self._besides = list({id(each): each for each in reached if isinstance(each, nn.Module)}.values())
         self._devices: tuple[torch.device, ...] = ()
 
     def batch(self, step: int, batch_size: int) -> Any:  # noqa: ARG002  the data have batches already
@@ -137,17 +132,6 @@ class OwnTask(Task):
     def seed_forward(self, step: int, place: int = 0) -> None:
         """Seed torch with the model's devices, Python and NumPy: a step of one's own may draw from any of them."""
         seed_all(self.seed_of(step, place), self._devices)
-
-    @contextmanager
-    def buffers_kept(self) -> Iterator[None]:
-        """Run a block and restore the buffers of modules that the losses use besides the model, as of a teacher."""
-        before = [(buffer, buffer.clone()) for module in self._besides for buffer in module.buffers()]
-        try:
-            yield
-        finally:
-            with torch.no_grad():
-                for buffer, values in before:
-                    buffer.copy_(values)
 
     @contextmanager
     def random_states_kept(self) -> Iterator[None]:

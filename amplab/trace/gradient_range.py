@@ -28,7 +28,7 @@ from amplab.policies import disable_casts
 from amplab.trace.argument_checks import check_gradients_on, check_loss_scale
 from amplab.trace.as_found import leaves_as_found
 from amplab.trace.handed_step import Loss, Models, as_model, handed_step, shows_calls
-from amplab.trace.scaler_states import scalers_kept
+from amplab.trace.named_state import named_state_kept
 from amplab.trace.statistics import Statistics
 from amplab.trace.step import run_backward
 from amplab.trace.untouched import untouched
@@ -210,7 +210,7 @@ def gradient_range(
     handed = handed_step("gradient_range", model, batch, loss=loss, step=step)
     device = next((parameter.device.type for parameter in model.parameters()), "cpu")
     with (
-        scalers_kept(loss, step),
+        named_state_kept(loss, step),
         untouched(model) as gradients,
         disable_casts(),
         torch.autocast(device, enabled=False),

@@ -2,12 +2,13 @@
 
 Restored: parameters, buffers and child modules (also those that forward adds, rebinds or removes), the values of
 parameters and buffers, the class of each module, its hooks and those of its parameters, `.grad` of every leaf,
-`requires_grad`, training flags, the random states of torch, its devices, Python and NumPy, and the optimizers that step
-in the block. Of the plain Python attributes of modules: their bindings, and the states of random generators among them.
+`requires_grad`, training flags, the random states of torch, its devices, Python and NumPy, the optimizers that step in
+the block, and the buffers of other modules that run in it. Of the plain Python attributes of modules: their bindings,
+and the states of random generators among them.
 
 Not restored: objects in plain attributes that forward changes in place (a list that grows, the elements of a tensor
-that is not a buffer), anything outside the modules, and a loss scale. Attributes of torch's wrappers, such as DDP and
-FSDP, are not touched: they hold what may be set up only once.
+that is not a buffer), other things outside the modules, and a loss scale. Attributes of torch's wrappers, such as DDP
+and FSDP, are not touched: they hold what may be set up only once.
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -25,6 +26,7 @@ from amplab.amp.apex.iteration_state import iterations_kept
 from amplab.amp.run_state.models_of_tools import MODELS_OF_TOOLS
 from amplab.parallel.ranks import on_this_rank_alone
 from amplab.trace.as_found import Undo, rebind, remove_hooks_since
+from amplab.trace.forwarded_modules import buffers_kept
 from amplab.trace.optimizer_states import unchanged_optimizers
 from amplab.trace.random_states import random_states_kept, restorers
 from amplab.trace.stand_ins import apart
@@ -144,7 +146,13 @@ def untouched(model: nn.Module) -> Iterator[ParkedGradients]:
                 gradients.park(each for each in state.parameters.values() if each is not None and each.is_leaf)
                 undo.add(state.restore)
             devices = {copy.tensor.device for state in states for copy in state.copies}
-        with random_states_kept(devices), on_this_rank_alone(), unchanged_optimizers(), iterations_kept():
+        with (
+            random_states_kept(devices),
+            on_this_rank_alone(),
+            unchanged_optimizers(),
+            iterations_kept(),
+            buffers_kept(model),
+        ):
             yield gradients
 
 

@@ -10,8 +10,8 @@ from amplab.trace.argument_checks import check_gradients_on, check_loss_scale
 from amplab.trace.as_found import leaves_as_found
 from amplab.trace.handed_step import HandedStep, Loss, Models, as_model, handed_step, shows_calls
 from amplab.trace.kept_tensors import KeptTensors
+from amplab.trace.named_state import named_state_kept
 from amplab.trace.precision_settings import PrecisionSetting, precision_setting
-from amplab.trace.scaler_states import scalers_kept
 from amplab.trace.statistics import Statistics
 from amplab.trace.step import record_step
 from amplab.trace.xray_value import XRay
@@ -84,7 +84,7 @@ def xray(
     model = as_model(model, values=bool(stats))
     handed = handed_step("xray", model, batch, loss=loss, step=step)
     with (
-        scalers_kept(loss, step),
+        named_state_kept(loss, step),
         precision_setting(model, opt_level=opt_level, policy=policy, autocast=autocast) as precision,
     ):
         setting = precision if loss_scale is None else replace(precision, loss_scale=loss_scale)

@@ -15,8 +15,8 @@ from torch.optim import Optimizer
 from amplab.amp import Session
 from amplab.trace.as_found import Undo
 from amplab.trace.handed_step import Scaler
+from amplab.trace.named_state import set_aside
 from amplab.trace.optimizer_states import OptimizerState
-from amplab.trace.scaler_states import set_aside
 
 __all__ = ["kept", "scales_of", "set_scale"]
 

@@ -38,7 +38,7 @@ from amplab.diagnose.train_step.rehearsal import Rehearsal
 from amplab.diagnose.train_step.schedules import ScheduleWatch, schedulers_of
 from amplab.policies.signals import is_interrupt
 from amplab.trace.handed_step import Scaler
-from amplab.trace.scaler_states import named_scalers
+from amplab.trace.named_state import named_scalers
 from amplab.trace.stand_ins import apart
 from amplab.trace.untouched import untouched
 

@@ -19,7 +19,7 @@ import os
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any, ParamSpec, TypeVar
@@ -163,10 +163,6 @@ class Task(ABC):
     def seed_of(self, step: int, place: int = 0) -> int:
         """Return the seed of the random numbers of one forward."""
         return ((self.seed * 1_000_003 + step + 1) * 1_009 + place) % 2**63
-
-    def buffers_kept(self) -> AbstractContextManager[None]:
-        """Run a block and restore what the losses change besides the model; most change nothing."""
-        return nullcontext()
 
     @contextmanager
     def random_states_kept(self) -> Iterator[None]:

@@ -1,5 +1,8 @@
-"""A loss that trains a discriminator by itself, with a GradScaler: a tool, and a watch, leave both as they were."""
+"""GradScalers, buffers and generators that a step uses besides the model are as before after a tool, and in a watch."""
 
+import contextlib
+
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -152,3 +155,68 @@ def test_a_watch_that_runs_a_step_again_restores_them(kind, own):
         found = trained(gan)
     assert w.history.skip_count == 1
     assert same(found, trained(Gan(kind, own=own)))
+
+
+class Center(nn.Module):
+    """A criterion with a running mean."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("center", torch.zeros(()))
+
+    def forward(self, output):
+        self.center = self.center * 0.9 + output.detach().float().mean() * 0.1
+        return (output.float() - self.center).square().mean()
+
+
+@pytest.mark.filterwarnings("ignore:.*:UserWarning", "ignore:.*torch.jit.script:DeprecationWarning")
+@pytest.mark.parametrize("tool", TOOLS)
+def test_a_tool_leaves_the_buffers_of_other_modules_and_the_generators_that_a_step_uses(tool):
+    torch.manual_seed(0)
+    encoder, projector = nn.Linear(4, 4), nn.Sequential(nn.BatchNorm1d(4), torch.jit.script(nn.BatchNorm1d(4)))
+    criterion, noise, numbers = Center(), torch.Generator().manual_seed(1), np.random.default_rng(2)
+    batch = torch.randn(8, 4)
+
+    def step():
+        with_noise = encoder(batch) + torch.randn(8, 4, generator=noise) + float(numbers.normal())
+        return criterion(projector(with_noise))
+
+    def state():
+        modules = [each.clone() for module in (criterion, projector) for each in module.buffers()]
+        return [*modules, noise.get_state(), torch.tensor(numbers.bit_generator.state["state"]["state"] % 2**62)]
+
+    before, center = state(), criterion.center
+    tool(encoder, step=step)
+    assert criterion.center is center
+    assert all(map(torch.equal, state(), before))
+    tool(nn.Linear(4, 4), batch, loss=criterion)
+    assert all(map(torch.equal, state(), before))
+
+
+@pytest.mark.filterwarnings("ignore:amplab.watch:RuntimeWarning")
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_watch_that_runs_a_step_again_leaves_them(kind):
+    def trained(*, watched):
+        torch.manual_seed(0)
+        encoder, projector, noise = nn.Linear(4, 4), nn.BatchNorm1d(4), torch.Generator().manual_seed(1)
+        optimizer, scaler = torch.optim.SGD(encoder.parameters(), lr=0.1), kind("cpu", init_scale=1024.0)
+        factor, criterion = [1.0], Center()
+
+        def step():
+            drawn = torch.randn(8, 4, generator=noise)
+            return criterion(projector(encoder(drawn)) * encoder.weight.sum()) * factor[0]
+
+        watch = amplab.watch(encoder, optimizer, scaler=scaler, step=step) if watched else contextlib.nullcontext()
+        losses = []
+        with watch:
+            for _ in watch.batches(range(9)) if watched else range(9):
+                factor[0] = float("inf") if len(losses) in (2, 5) else 1.0
+                optimizer.zero_grad()
+                loss = step()
+                scaler.scale(loss).backward()
+                scaler.step(optimizer)
+                scaler.update()
+                losses.append(loss.item())
+        return losses, int(projector.num_batches_tracked)
+
+    assert trained(watched=True) == trained(watched=False)

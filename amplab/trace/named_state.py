@@ -1,4 +1,7 @@
-"""GradScalers set aside: a block uses them outside of an iteration, at the same scales, and leaves them as before."""
+"""What the code of a step names besides models and optimizers, kept: GradScalers and random generators.
+
+A GradScaler is set aside: a block uses it outside of an iteration, at the same scales.
+"""
 
 import inspect
 from collections import defaultdict
@@ -11,21 +14,28 @@ import torch
 
 import amplab.amp
 from amplab.trace.as_found import Undo, rebind
+from amplab.trace.random_states import restorers
 from amplab.trace.reached_values import reached_from
 
-__all__ = ["named_scalers", "scalers_kept", "set_aside"]
+__all__ = ["named_scalers", "named_state_kept", "set_aside"]
 
 
 @contextmanager
-def scalers_kept(*functions: Callable[..., Any] | None) -> Iterator[None]:
-    """Set aside the GradScalers that the code of ``functions`` names. A loss may train a discriminator by itself.
+def named_state_kept(*functions: Callable[..., Any] | None) -> Iterator[None]:
+    """Set aside the GradScalers that the code of ``functions`` names, and restore the random generators.
+
+    A loss may train a discriminator by itself, or draw noise from a generator of its own.
 
     Sync: a few.
     """
+    given = [inspect.unwrap(function) for function in functions if function is not None]
+    reached = {id(each): each for function in given for each in reached_from(function)}.values()
     with Undo() as undo:
-        for function in functions:
-            for scaler in () if function is None else named_scalers(function):
-                set_aside(scaler, undo)
+        for restore in restorers(reached):
+            undo.add(restore)
+        for each in reached:
+            if isinstance(each, torch.amp.GradScaler):
+                set_aside(each, undo)
         yield
 
 
