@@ -48,7 +48,9 @@ from amplab.display.table import Card, Cell, Column, Table
 from amplab.policies.signals import is_interrupt
 from amplab.trace.argument_checks import check_gradients_on
 from amplab.trace.as_found import Undo, leaves_as_found
+from amplab.trace.forwarded_modules import buffers_kept
 from amplab.trace.handed_step import Loss, shows_calls
+from amplab.trace.named_state import named_state_kept
 from amplab.trace.random_states import generators_of, restorers, seed_all
 from amplab.trace.untouched import computed_anew
 
@@ -336,7 +338,7 @@ def ladder(
     device = "cpu"
     for number, (name, precision) in enumerate(rungs.items(), 1):
         tell(f"rung {number} of {len(rungs)}: {name}, {steps} steps")
-        with _seeded(seed, data):
+        with _seeded(seed, data), named_state_kept(loss, step, evaluate), buffers_kept():
             model = _fresh(make_model(), model)
             device = next(weight.device.type for weight in model.parameters())
             try:

@@ -33,6 +33,7 @@ from amplab.policies.signals import is_interrupt
 from amplab.trace.argument_checks import accepts, check_gradients_on
 from amplab.trace.as_found import leaves_as_found
 from amplab.trace.handed_step import Loss, handed_step, shows_calls
+from amplab.trace.named_state import named_state_kept
 from amplab.trace.random_states import seed_all
 from amplab.trace.tensor_copies import write_value
 from amplab.trace.untouched import untouched
@@ -107,7 +108,7 @@ def twin(
         handed_step("twin", model, batch, loss=loss, step=step)
     batches = batch if callable(batch) else lambda _: batch
     make = optimizer or (lambda weights: torch.optim.SGD(weights, lr=0.01, momentum=0.9))
-    with untouched(model):
+    with named_state_kept(loss, step), untouched(model):
         copies = [(_copied(model), precision) for precision in (left, right)]
         pair = [_Side(Trial(each, make, precision, loss=loss, step=step)) for each, precision in copies]
         try:

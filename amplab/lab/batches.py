@@ -63,6 +63,7 @@ class _Pass:
     """One pass over the data.
 
     Attributes:
+        data: What is read.
         iterator: What is left of the epoch.
         epoch: Its number.
         start: Its first step.
@@ -71,6 +72,7 @@ class _Pass:
         own: Restore the states of the generators of the data in which it goes on.
     """
 
+    data: Any
     iterator: Iterator[Any]
     epoch: int
     start: int
@@ -94,7 +96,7 @@ class Batches:
     """
 
     def __init__(self, data: Any, seed: int, generators: DataGenerators | None = None) -> None:
-        self._data, self._seed, self._generators = data, seed, generators or DataGenerators()
+        self._data, self._seed, self._generators = _copy_of(data), seed, generators or DataGenerators()
         self._starts = [(0, 0)]  # the first step of an epoch, and the epoch, as far as known
         self._passes: list[_Pass] = []  # the one behind the run, and one for older batches
         self._kept: OrderedDict[int, Any] = OrderedDict()
@@ -129,7 +131,7 @@ class Batches:
         chosen = max(behind, key=lambda each: each.next, default=None)
         start, epoch = self.epoch_of(step)
         if chosen is None or chosen.next < start:
-            chosen = self._begin(epoch, start)
+            chosen = self._begin(_copy_of(self._data) if self._passes else self._data, epoch, start)
             self._passes = [*self._passes[-1:], chosen]
         while chosen.next <= step:
             chosen = self._read(chosen)
@@ -158,16 +160,15 @@ class Batches:
         if current.next == current.start:
             raise ValueError(f"data={type(self._data).__name__}: it yields no batch; {_SUCH}.")
         self.know_epoch(current.next, current.epoch + 1)
-        return self._begin(current.epoch + 1, current.next)
+        return self._begin(current.data, current.epoch + 1, current.next)
 
-    def _begin(self, epoch: int, start: int) -> _Pass:
+    def _begin(self, given: Any, epoch: int, start: int) -> _Pass:
         seed = (self._seed * 1_000_003 + epoch + 1) % 2**63
         with random_states_kept(()), self._generators.kept():
             seed_all(seed)
-            data = self._data() if _is_function(self._data) else self._data
+            data = _copy_of(given()) if _is_function(given) else given
             self._generators.begin(data, epoch, seed)
-            iterator = iter(_of_one_pass(data))
-            return _Pass(iterator, epoch, start, start, capture_rng(), self._generators.states())
+            return _Pass(given, iter(data), epoch, start, start, capture_rng(), self._generators.states())
 
     def _keep(self, step: int, batch: Any) -> None:
         self._kept[step] = _copied(batch)  # data may write the next one into the same memory
@@ -175,13 +176,13 @@ class Batches:
             self._kept.popitem(last=False)
 
 
-def _of_one_pass(data: Any) -> Any:
-    """Return a copy of data for one pass: an iterable of one's own may keep its place in itself.
+def _copy_of(data: Any) -> Any:
+    """Return a copy of an iterable, which may keep its place or count its epochs in itself; the data are not copied.
 
     A loader has workers that end with the pass, with their random states, and not by Ctrl-C: an interrupt of a kernel,
     or in a terminal, reaches all processes.
     """
-    if type(data) in (list, tuple):
+    if type(data) in (list, tuple) or _is_function(data):
         return data
     try:
         one = copy.copy(data)
@@ -189,10 +190,19 @@ def _of_one_pass(data: Any) -> Any:
         if is_interrupt(refusal):
             raise
         return data
-    if isinstance(one, DataLoader) and one.num_workers:
-        # A loader lets no one set the first.
-        vars(one).update(persistent_workers=False, worker_init_fn=_Uninterrupted(one.worker_init_fn))
+    if isinstance(one, DataLoader):
+        vars(one).update(_parts_of_loader(one))  # a loader lets no one set them
     return one
+
+
+def _parts_of_loader(loader: DataLoader[Any]) -> dict[str, Any]:
+    sampler, batches = _copy_of(loader.sampler), _copy_of(loader.batch_sampler)
+    if hasattr(batches, "sampler"):
+        batches.sampler = sampler if batches.sampler is loader.sampler else _copy_of(batches.sampler)
+    parts = {"sampler": sampler, "batch_sampler": batches}
+    if loader.num_workers:
+        parts |= {"persistent_workers": False, "worker_init_fn": _Uninterrupted(loader.worker_init_fn)}
+    return parts
 
 
 class _Uninterrupted:

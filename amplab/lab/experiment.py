@@ -18,6 +18,7 @@ import math
 import operator
 import re
 import time
+import traceback
 from collections import Counter
 from collections.abc import Callable, Container, Iterable, Sequence, Set
 from contextlib import AbstractContextManager, nullcontext
@@ -71,6 +72,7 @@ from amplab.lab.step_stages import StageRecorder, StepStages
 from amplab.lab.tasks import Task, TaskLoss, load_task, task_choice
 from amplab.lab.tasks.task import drawing_alone
 from amplab.policies.nested_tensors import floating_tensors_in
+from amplab.policies.signals import is_interrupt
 from amplab.scalers import ScaleState
 from amplab.trace import Trace, trace_step, xray
 from amplab.trace.forwarded_modules import buffers_kept
@@ -121,6 +123,9 @@ class Experiment:
         exchange: With the other ranks, if several processes train together: each one trains batches of its own and
             gradients are averaged. n ranks train the same as one process that accumulates n times as many batches.
 
+    Attributes:
+        score_failure: The traceback of the last score that could not be measured in a step; "" if there is none.
+
     Raises:
         ImportError: The task's data are not installed.
         ValueError: The batch is larger than the training set.
@@ -146,6 +151,7 @@ class Experiment:
         self._memory = self._session.memory()
         self._measure_memory_until = 2  # the optimizers create their state in their first step
         self._step = 0
+        self._accumulates_since = (0, 0)  # a step, and the number of its first batch in the data
         self._began: float | None = None
         self._faults: frozenset[str] = frozenset()  # of the next step
         self._rerun = self._new_rerun()
@@ -154,6 +160,7 @@ class Experiment:
         self._mixed_scales: MixedScales | None = None
         self._recorder: StageRecorder | None = None
         self._past = PastSkips()
+        self.score_failure = ""
         self._scalers_before: tuple[ScaleState, ...] = ()
         self._given: Sequence[Any] | None = None  # batches of a step that runs again
 
@@ -305,6 +312,9 @@ class Experiment:
             self._loss_scale = self._lowest_scale()
             self._measure_memory_until = self._step + 2
             self._rerun = self._new_rerun()  # of the level's buffers
+        if old.accumulate != config.accumulate:
+            begun, first = self._accumulates_since
+            self._accumulates_since = self._step, first + (self._step - begun) * self._batches_of_step()
         if (old.learning_rate, old.momentum) != (config.learning_rate, config.momentum):  # else as a schedule left them
             self._set_rates(config)
         self._config = config
@@ -327,6 +337,7 @@ class Experiment:
             "digests": dict(task_choice(self._config.task).digests),
             "armed": sorted(self.armed),
             "epoch": list(self._task.epoch_of(self._batch_in_data(self._step))),
+            "accumulates_since": list(self._accumulates_since),
             "buffers": {name: each for name, each in self._model.named_buffers() if name not in saved},
             "schedules": [*filter(is_loadable, map(_plain, (each.state_dict() for each in self._schedules())))],
             "seconds": 0.0 if self._began is None else time.perf_counter() - self._began,
@@ -366,6 +377,7 @@ class Experiment:
                 path, model=experiment._model, optimizer=experiment._optimizers, amp=experiment._session
             )
         experiment._step, experiment._measure_memory_until = state.position, state.position + 2
+        experiment._accumulates_since = tuple(extra.get("accumulates_since", (0, 0)))
         experiment._task.know_epoch(*extra.get("epoch", ()))  # an older checkpoint has none
         experiment._load_schedules(extra.get("schedules", []))
         for name, buffer in experiment._model.named_buffers():
@@ -564,7 +576,7 @@ class Experiment:
             ValueError: The task has several models or optimizers, which twins do not.
         """
         self.check_twin()
-        config, first, losses = self._config, self._step, self._task.losses
+        config, first, losses = self._config, self._batch_in_data(self._step), self._task.losses
         return twin(
             self._float32_copy(),
             lambda number: self._task.batch(first + number, config.batch_size),
@@ -635,9 +647,13 @@ class Experiment:
         return rank * self._config.accumulate + number
 
     def _batch_in_data(self, step: int, number: int = 0) -> int:
-        """Return the number of a batch of this rank in the data."""
-        ranks = 1 if self._exchange is None else self._exchange.place.world_size
-        return step * ranks * self._config.accumulate + self._batch_in_step(number)
+        """Return the number of a batch of this rank in the data; not of a step before the last change of accumulate."""
+        begun, first = self._accumulates_since
+        return first + (step - begun) * self._batches_of_step() + self._batch_in_step(number)
+
+    def _batches_of_step(self) -> int:
+        """Return how many batches all ranks train on in one step."""
+        return (1 if self._exchange is None else self._exchange.place.world_size) * self._config.accumulate
 
     def _parts(self, optimizer: int | None = None) -> list[_Part]:
         """Return the parts of a step, in order; of one optimizer, or all."""
@@ -689,11 +705,21 @@ class Experiment:
             skipped=limiting.skipped,
             first_nonfinite=self._name_in_model(limiting.first_nonfinite),
             opt_level=self._config.opt_level,
-            score=self.score() if (self._step + 1) % SCORE_EVERY == 0 else None,
+            score=self._score_of_step() if (self._step + 1) % SCORE_EVERY == 0 else None,
             seconds=round(time.perf_counter() - began, 6),
             injected=faults_named(self._faults),
             grad_exponent=max(exponents, default=None),
         )
+
+    def _score_of_step(self) -> float | None:
+        """Return the score, or None with `score_failure` if it cannot be measured: the step is made already."""
+        try:
+            return self.score()
+        except Exception as failure:  # of an `evaluate` of one's own
+            if is_interrupt(failure):
+                raise
+            self.score_failure = "".join(traceback.format_exception(failure))
+            return None
 
     def _name_in_model(self, name: str | None) -> str | None:
         """Return a parameter's name as the model has it; a session numbers several models."""
@@ -849,6 +875,7 @@ def _is_of_the_lab(extra: dict[str, Any]) -> bool:
         and is_count(extra.get("log_bytes", 0))
         and isinstance(extra.get("saved", ""), str)
         and _are(is_count, extra.get("epoch", []), (0, 2))
+        and _are(is_count, extra.get("accumulates_since", [0, 0]), (2,))
         and _are(lambda state: isinstance(state, dict), extra.get("schedules", []))
         and isinstance(extra.get("buffers", {}), dict)
         and isinstance(digests := extra.get("digests", {}), dict)

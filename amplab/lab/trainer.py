@@ -648,6 +648,11 @@ class Trainer:
         self._explainer.after(record)
         if record.score is not None:
             self._report_kernels()
+        if self._experiment.score_failure:
+            self._publisher.publish(
+                Failed(f"The held-out score failed.\n{self._experiment.score_failure}", attempted=True)
+            )
+            self._experiment.score_failure = ""
         if record.score is not None or not math.isfinite(record.loss):
             self._nonfinite_buffers = self._experiment.nonfinite_buffers()
         if not math.isfinite(record.loss):

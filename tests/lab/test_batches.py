@@ -7,7 +7,7 @@ import signal
 import numpy as np
 import pytest
 import torch
-from torch.utils.data import DataLoader, Dataset, IterableDataset, RandomSampler, Subset, TensorDataset
+from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, RandomSampler, Subset, TensorDataset
 
 from amplab.lab.batches import Batches, check_data
 from amplab.lab.data_generators import DataGenerators
@@ -351,3 +351,36 @@ def test_workers_go_on_after_ctrl_c(persistent):
     seen = [batches.batch(step).item() for step in range(14)]
     assert seen == [*range(12), 0.0, 1.0]
     assert (loader.persistent_workers, loader.worker_init_fn) == (persistent, print)
+
+
+class Counting:
+    """Counts its epochs, and shuffles by them."""
+
+    epoch = 0
+
+    def __init__(self, _data=None):
+        pass
+
+    def __len__(self):
+        return 6
+
+    def __iter__(self):
+        self.epoch += 1
+        yield from torch.randperm(6, generator=torch.Generator().manual_seed(self.epoch)).tolist()
+
+
+@pytest.mark.parametrize("kind", ["data", "sampler", "sampler of batches"])
+def test_data_that_count_their_epochs_give_every_run_the_same_batches(kind):
+    counting = Counting()
+    if kind == "data":
+        data = counting
+    elif kind == "sampler":
+        data = DataLoader(torch.arange(6), batch_size=1, sampler=counting)
+    else:
+        data = DataLoader(torch.arange(6), batch_sampler=BatchSampler(counting, 1, drop_last=False))
+    first, second = Batches(data, 0), Batches(data, 0)
+    seen = [int(first.batch(step)) for step in range(15)]
+    assert [int(second.batch(step)) for step in range(15)] == seen
+    assert sorted(seen[:6]) == sorted(seen[6:12]) == list(range(6))
+    assert seen[:6] != seen[6:12]
+    assert counting.epoch == 0

@@ -614,24 +614,70 @@ def test_a_dashboard_that_was_replaced_begins_its_own_model_again(kernel):
 def test_a_run_that_fails_within_a_step_does_not_replace_its_checkpoint(tmp_path):
     fails = []
 
-    def accuracy(model):
-        if fails:
-            raise RuntimeError("out of memory")
-        return 0.5
+    class Failing(torch.optim.SGD):
+        def step(self, closure=None):
+            super().step(closure)
+            if fails:
+                raise RuntimeError("out of memory")
 
-    trainer = Trainer(registered(Tagger(), TAGS, loss=F.cross_entropy, evaluate=accuracy), log=tmp_path)
+    config = registered(Tagger(), TAGS, loss=F.cross_entropy, optimizer=lambda weights: Failing(weights, lr=0.1))
+    trainer = Trainer(config, log=tmp_path)
     trainer.run(20)
     fails.append(True)
     with pytest.raises(RuntimeError, match="out of memory"):
         trainer.run(20)
     trainer.stop()
     assert trainer.wait(10)
+    fails.clear()
     experiment, _ = Experiment.load(trainer.log_path.with_suffix(".checkpoint"))
     assert experiment.steps_done == 20
     whole = Experiment(trainer.config)
     for _ in range(20):
         whole.step()
     assert whole.step().loss == experiment.step().loss
+
+
+def test_a_score_that_cannot_be_measured_once_does_not_end_the_run(listen):
+    fails = [True]
+
+    def accuracy(model):
+        if fails:
+            raise OSError(f"the disk does not answer{fails.pop()}")
+        return 0.5
+
+    trainer = Trainer(registered(Tagger(), TAGS, loss=F.cross_entropy, evaluate=accuracy))
+    ear = listen(trainer)
+    trainer.run(50)
+    assert [trainer.history.records(step)[0].score for step in (24, 49)] == [None, 0.5]
+    assert ["the disk does not answer" in each.text for each in ear.of(Failed)] == [True]
+
+
+def test_a_change_of_the_accumulation_goes_on_with_the_next_batch(tmp_path):
+    read = []
+
+    def numbers():
+        for number in range(60):
+            read.append(number)
+            yield torch.full((4, 8), float(number))
+
+    trained = []
+
+    def step(model, batch):
+        trained.append(int(batch[0, 0]))
+        return model(batch / 60).square().mean()
+
+    experiment = Experiment(registered(lambda: nn.Linear(8, 1), numbers, step=step).changed(opt_level="O0"))
+    trained.clear(), read.clear()
+    for accumulate in (1, 3, 2, 1):
+        experiment.switch(experiment.config.changed(accumulate=accumulate))
+        for _ in range(2):
+            experiment.step()
+    assert trained == list(range(14))
+    assert read[-1] == 13
+    experiment.save(tmp_path / "run.checkpoint", {})
+    again, _ = Experiment.load(tmp_path / "run.checkpoint")
+    again.step()
+    assert trained[-1] == 14
 
 
 def test_a_comparison_goes_on_though_many_runs_are_kept_meanwhile():
