@@ -23,6 +23,7 @@ from pathlib import Path
 
 from amplab import kernels
 from amplab.amp import MemoryUse
+from amplab.amp.run_state.paths import given_path
 from amplab.diagnose import Findings, run_findings
 from amplab.display.numbers import count
 from amplab.lab.changes import config_changes
@@ -127,7 +128,7 @@ class Trainer:
     ) -> None:
         self._exchange = exchange
         self._experiment = Experiment(config or ExperimentConfig(), exchange=exchange)
-        self._log = log
+        self._log = None if log is None else given_path(log, "log").absolute()  # the working folder may change
         self._step_limit = step_limit
         self._publisher = Publisher()
         self._changes = UndoList()

@@ -242,7 +242,8 @@ class Presenter:
         elif message["type"] == "reset":
             self._trainer.reset()
         elif message["type"] == "continue" and self._saved is not None:
-            self._trainer.continue_saved(self._saved)
+            saved, self._saved = self._saved, None  # once: a second press may come before the page has drawn
+            self._trainer.continue_saved(saved)
         self.parts.notices.notices = self._board.payload()
 
     def _on_status(self) -> None:

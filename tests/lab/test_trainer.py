@@ -363,6 +363,17 @@ def test_a_forgotten_run_pauses_at_its_limit(listen):
     assert ear.of(StateChanged)[-1].note == "20 steps are done, the limit of one run; call reset() to start again."
 
 
+def test_all_runs_have_their_logs_in_one_folder_though_the_working_folder_changes(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "elsewhere").mkdir()
+    trainer = Trainer(SMALL, log="runs")
+    trainer.run(1)
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    trainer.reset()
+    trainer.run(1)
+    assert trainer.log_path.parent == tmp_path / "runs"
+
+
 def test_steps_that_were_asked_for_are_made_beyond_the_limit():
     assert len(Trainer(SMALL, step_limit=20).run(30)) == 30
 

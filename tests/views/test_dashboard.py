@@ -353,6 +353,21 @@ def test_the_offer_of_a_saved_run_goes_when_another_run_starts(lab: Dashboard, u
     until(lambda: not parts(lab).notices.notices)
 
 
+def test_a_saved_run_continues_once_though_its_button_is_pressed_again(lab: Dashboard, until, tmp_path) -> None:
+    first = Trainer(ExperimentConfig(hidden=16), log=tmp_path)
+    first.run(3)
+    saved = Checkpoint(first.log_path.with_suffix(".checkpoint"), first.config, 3, saved=datetime.now())
+    lab.offer_saved(saved)
+    until(lambda: parts(lab).notices.notices)
+    offer = parts(lab).notices.notices[0]["id"]
+    for _ in range(3):
+        tell(parts(lab).notices, type="continue", id=offer)
+    until(lambda: len(lab.trainer.history) == 3)
+    assert lab.trainer.wait(10)
+    assert not lab.trainer.kept.runs
+    assert len(list(tmp_path.glob("*.jsonl"))) == 2
+
+
 def test_a_dashboard_of_a_run_that_has_begun_shows_all_of_it(trainer: Trainer, wire: list[dict], until) -> None:
     trainer.run(4)
     trainer.change(opt_level="O2")
