@@ -194,7 +194,10 @@ class RankWatch:
         until = time.monotonic() + (_WAIT if waits else 0.0)
         number = 1 if self._place is None else self._place.world_size
         while True:
-            others = self._read()
+            try:
+                others = self._read()
+            except RuntimeError:  # no process group any more, or its store has ended
+                return {}
             if time.monotonic() >= until or sum(each.has_ended for each in others.values()) == number - 1:
                 return others
             time.sleep(0.02)
@@ -203,7 +206,7 @@ class RankWatch:
         try:
             texts = {} if self._texts is None else self._texts.read()
             return {rank: _read(json.loads(text)) for rank, text in texts.items()}
-        except (RuntimeError, ValueError, KeyError, TypeError):  # no process group any more, or another version
+        except (ValueError, KeyError, TypeError):  # of another version
             return {}
 
     def _note_state(self, step: int) -> None:

@@ -16,6 +16,7 @@ import re
 import warnings
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from numbers import Real
 from typing import Any, Literal, NoReturn, Self
 
@@ -157,7 +158,7 @@ class LossScaler:
         return {"loss_scale": self.state.scale, "unskipped": self.state.clean_steps}
 
     def load_state_dict(self, saved: Mapping[str, Any]) -> None:
-        """Load a saved scale, raised to the floor if it is lower. A static scaler keeps its own scale.
+        """Load a saved scale, raised to the floor if it is lower, and count. A static scaler keeps its own scale.
 
         Raises:
             ValueError: not an entry of apex; the scale is negative or does not fit float32, or the count is not an
@@ -168,6 +169,8 @@ class LossScaler:
             # A count from a longer window lets the scale grow at the next clean backward.
             clean_steps = min(clean_steps, self.rule.growth_interval - 1)
             self.state = ScaleState(max(scale, self.rule.floor or SMALLEST_SCALE), clean_steps)
+        else:
+            self.state = replace(self.state, clean_steps=clean_steps)
 
     # -- the names of apex -------------------------------------------------------------------------
 

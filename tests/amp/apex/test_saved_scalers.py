@@ -105,6 +105,12 @@ def test_a_static_scale_stays_what_it_was_set_to(prepared, capsys):
     assert "stays 128.0 (static)" in capsys.readouterr().out
 
 
+def test_a_static_scale_takes_the_count(prepared):
+    session = prepared(loss_scale=128.0)
+    session.load_state_dict({"loss_scaler0": {"loss_scale": 128.0, "unskipped": 16}})
+    assert session.state_dict() == {"loss_scaler0": {"loss_scale": 128.0, "unskipped": 16}}
+
+
 def test_nothing_to_load_when_disabled(session):
     session.initialize(nn.Linear(1, 1), enabled=False)
     assert session.state_dict() == {}
