@@ -192,11 +192,13 @@ class Watch:
 
     def __enter__(self) -> Watch:
         """Start to follow the loop."""
-        if self._ends:
-            raise RuntimeError("this watch is in use: expected a new amplab.watch(...) for each `with` block.")
+        if self._ends or self._has_ended:  # its log is closed then
+            raise RuntimeError(
+                f"this watch {'has ended' if self._has_ended else 'is in use'}: expected a new amplab.watch(...) for each "
+                "`with` block, or one block around all epochs."
+            )
         THREAD.own.drop_ended()  # what another thread has ended
         self._began, self._is_open, self._handled = time.perf_counter_ns(), True, sys.exception()
-        self._has_ended = False
         self.thread = get_ident()
         try:
             with DeferredSignals():  # what is registered must be known to `_stop_following`

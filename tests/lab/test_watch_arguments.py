@@ -1,5 +1,6 @@
 """The arguments and hooks of a watch: it rejects what it cannot follow, and removes hooks it no longer needs."""
 
+import contextlib
 import re
 
 import pytest
@@ -8,7 +9,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from amplab.formats import exponent_histogram
-from amplab.lab import WatchCallback, watch
+from amplab.lab import WatchCallback, load_run, watch
 
 
 def loop():
@@ -120,6 +121,38 @@ def test_methods():
         end = w.subscribe(print)
         end()
         end()  # the second time there is nothing to end
+
+
+@pytest.mark.parametrize("raises", [False, True], ids=["epochs", "a retry"])
+def test_a_second_block_is_refused_and_changes_nothing(raises, tmp_path):
+    model, optimizer = loop()
+    w = watch(model, optimizer, log=tmp_path)
+
+    def epoch():
+        with w:
+            for x in w.batches([torch.ones(3, 4)] * 2):
+                w.loss(model(x).square().sum()).backward()
+                optimizer.step()
+            if raises:
+                raise ArithmeticError
+
+    with pytest.raises(ArithmeticError) if raises else contextlib.nullcontext():
+        epoch()
+    with pytest.raises(RuntimeError, match=r"has ended: expected a new amplab\.watch.* or one block around all epochs"):
+        epoch()
+    assert len(w.history) == len(load_run(w.log_path).history) == 2
+    assert not model._forward_hooks
+    assert w.failures == ()
+
+
+def test_a_block_within_the_block_is_refused_and_the_outer_one_goes_on():
+    model, optimizer = loop()
+    with watch(model, optimizer) as w:
+        with pytest.raises(RuntimeError, match=r"is in use: expected a new amplab\.watch"), w:
+            pass
+        w.loss(model(torch.ones(3, 4)).square().sum()).backward()
+        optimizer.step()
+    assert len(w.history) == 1
 
 
 def test_complex_gradients_are_measured_by_their_parts():
