@@ -7,6 +7,8 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
+from torch.optim import optimizer as optimizer_module
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from amplab.formats import exponent_histogram
 from amplab.lab import WatchCallback, load_run, watch
@@ -153,6 +155,34 @@ def test_a_block_within_the_block_is_refused_and_the_outer_one_goes_on():
         w.loss(model(torch.ones(3, 4)).square().sum()).backward()
         optimizer.step()
     assert len(w.history) == 1
+
+
+@pytest.mark.parametrize("block", ["none", "before", "after"])
+def test_batches_that_are_read_outside_of_the_block_are_returned_and_leave_nothing(block):
+    model, optimizer = loop()
+    given = [torch.ones(3, 4) * number for number in range(3)]
+    w = watch(model, optimizer)
+    if block == "before":
+        with w:
+            pass
+    begun = iter(w.batches(given))
+    got = []
+    with pytest.warns(RuntimeWarning, match="is read outside of the block of the watch") as warned:
+        for x in begun:
+            got.append(x)
+            w.loss(model(x).square().sum()).backward()
+            optimizer.step()
+    if block == "after":
+        with w:
+            assert list(begun) == []
+    assert all(map(torch.equal, got, given))
+    assert len(got) == 3
+    assert len(warned) == len(w.failures) == 1
+    assert _get_current_dispatch_mode_stack() == []
+    assert not model._forward_hooks
+    assert not any(each._backward_hooks for each in model.parameters())
+    assert not optimizer_module._global_optimizer_pre_hooks
+    assert not optimizer_module._global_optimizer_post_hooks
 
 
 def test_complex_gradients_are_measured_by_their_parts():
