@@ -192,9 +192,10 @@ class Watch:
     def __enter__(self) -> Watch:
         """Start to follow the loop."""
         if self._ends or self._has_ended:  # its log is closed then
+            state = "has ended" if self._has_ended else "is in use"
             raise RuntimeError(
-                f"this watch {'has ended' if self._has_ended else 'is in use'}: expected a new amplab.watch(...) for each "
-                "`with` block, or one block around all epochs."
+                f"this watch {state}: expected a new amplab.watch(...) for each `with` block, or one block around all "
+                "epochs."
             )
         THREAD.own.drop_ended()  # what another thread has ended
         self._began, self._is_open, self._handled = time.perf_counter_ns(), True, sys.exception()
@@ -281,7 +282,7 @@ class Watch:
         They are there to run a step again that is skipped. Errors of the loader are raised as by the loader itself.
 
         Read it in the thread that has begun the watch. Another thread, such as one that reads ahead, gets the batches
-        and nothing more: steps are recorded, and not explained. Read it in the block of the watch: outside, too, it only
+        and nothing more: steps are recorded, and not explained. Read outside of the block of the watch, it only
         returns the batches.
 
         Sync: none.
@@ -425,7 +426,8 @@ class Watch:
     # -- what the hooks see ------------------------------------------------------------------------
 
     def _see_forward(self, module: nn.Module, _args: object) -> None:
-        if module.training and torch.is_grad_enabled() and not self._rerun.at_work:
+        # torch.export traces without values, which the step before may need.
+        if module.training and torch.is_grad_enabled() and not (self._rerun.at_work or torch.compiler.is_exporting()):
             self._at_forward()
 
     def _at_forward(self) -> None:
@@ -597,7 +599,7 @@ class Watch:
         cannot = not self._rerun.is_possible or self._needs_other_ranks
         if self._skips_in_a_row == _SKIPS_BEFORE_CHECK and cannot:
             with DeferredSignals():  # so that the end of the watch knows its hooks
-                self._check = StepCheck(self._model)
+                self._check = StepCheck(self._model, self._fail)
 
     def _run_again(self, step: int, loss_scale: float, loss: float | Tensor | None, in_a_row: int) -> None:
         """Explain a bad step by running it again, if that is possible and the budget allows it."""
