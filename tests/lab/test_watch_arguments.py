@@ -189,6 +189,21 @@ def test_batches_that_are_read_outside_of_the_block_are_returned_and_leave_nothi
     assert not optimizer_module._global_optimizer_post_hooks
 
 
+def test_batches_that_are_named_before_the_epochs_are_read_in_each():
+    model, optimizer = loop()
+    with watch(model, optimizer) as w:
+        given = [torch.ones(3, 4)] * 3
+        batches, once = w.batches(given), w.batches(iter(given))
+        for _ in range(2):
+            for x in batches:
+                w.loss(model(x).square().sum()).backward()
+                optimizer.step()
+            assert next(batches, None) is None
+        assert [len(list(once)) for _ in range(2)] == [3, 0]  # as the iterator itself
+    assert len(w.history) == 6
+    assert _get_current_dispatch_mode_stack() == []
+
+
 def test_complex_gradients_are_measured_by_their_parts():
     model = nn.Linear(4, 2, dtype=torch.complex64)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
