@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 from amplab.diagnose import Finding
 from amplab.diagnose.catalogue import finding
 from amplab.formats.stored_values import stored_values
 from amplab.lab.events import StepRecord
 from amplab.policies.nested_tensors import floating_tensors_in
+from amplab.policies.signals import is_interrupt
 from amplab.scalers.unscaler import local_shard
 from amplab.trace.modules import UncopiedHook
 
@@ -35,22 +38,36 @@ class Seen(NamedTuple):
 class StepCheck:
     """Checks every module's output and every parameter's gradient until `seen` is called, which removes the hooks.
 
+    Scripted modules take no hooks: what is not finite in one is seen at the next module. A check that fails ends, is
+    told, and shows nothing.
+
+    Args:
+        model: the model.
+        fail: called with a sentence if the check fails; the loop goes on.
+
     Sync: one, when `seen` is called.
     """
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, fail: Callable[[str], object]) -> None:
+        self._fail = fail
         self._outputs: list[tuple[str, Tensor]] = []
         self._gradients: list[tuple[str, Tensor]] = []
-        learning = [(name, weight) for name, weight in model.named_parameters() if weight.requires_grad]
-        self._hooks = [
-            *(module.register_forward_hook(self._look(path or "(model)")) for path, module in model.named_modules()),
-            *(weight.register_post_accumulate_grad_hook(self._take(name)) for name, weight in learning),
-        ]
+        self._hooks: list[RemovableHandle] = []
+        with self._guarded():
+            for path, module in model.named_modules():
+                if not isinstance(module, torch.jit.ScriptModule):
+                    self._hooks.append(module.register_forward_hook(self._look(path or "(model)")))
+            for name, weight in model.named_parameters():
+                if weight.requires_grad:
+                    self._hooks.append(weight.register_post_accumulate_grad_hook(self._take(name)))
 
     def seen(self) -> Seen:
         """Return the result and remove the hooks."""
         self.end()
-        return Seen(_first_bad(self._outputs), _first_bad(self._gradients))
+        output = gradient = None
+        with self._guarded():
+            output, gradient = _first_bad(self._outputs), _first_bad(self._gradients)
+        return Seen(output, gradient)
 
     def findings(self, record: StepRecord, skips: int) -> list[Finding]:
         """Return the findings about `skips` skipped steps in a row, of which the step of `record` is the next."""
@@ -67,16 +84,39 @@ class StepCheck:
 
     def _look(self, path: str) -> UncopiedHook:
         def hook(_module: nn.Module, _args: object, output: object) -> None:
-            self._outputs += [(path, _is_finite(tensor)) for tensor in floating_tensors_in(output)]
+            if _traces():
+                return
+            with self._guarded():
+                self._outputs += [(path, _is_finite(tensor)) for tensor in floating_tensors_in(output)]
 
         return UncopiedHook(hook)
 
     def _take(self, name: str) -> Callable[[Tensor], None]:
         def hook(weight: Tensor) -> None:
-            if weight.grad is not None:  # an earlier hook may have taken it
-                self._gradients.append((name, _is_finite(weight.grad)))
+            if _traces():
+                return
+            with self._guarded():
+                if weight.grad is not None:  # an earlier hook may have taken it
+                    self._gradients.append((name, _is_finite(weight.grad)))
 
         return hook
+
+    @contextmanager
+    def _guarded(self) -> Iterator[None]:
+        """A check that fails ends."""
+        try:
+            yield
+        except Exception as error:  # the loop goes on
+            if is_interrupt(error):
+                raise
+            self.end()
+            self._outputs, self._gradients = [], []
+            self._fail(f"the check of a step after skipped ones failed: {type(error).__name__}: {error}")
+
+
+def _traces() -> bool:
+    """Whether tensors have no values that outlive this call: a compiler or torch.export traces, or in torch.func."""
+    return torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active()
 
 
 def _is_finite(tensor: Tensor) -> Tensor:

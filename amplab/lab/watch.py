@@ -154,7 +154,6 @@ class Watch:
         self._batch_size: int | None = None
         self._has_batches = False  # in the body of `batches`, which tells when a step begins
         self.thread = get_ident()  # of the loop
-        self._reads_ahead = False
         self._needs_other_ranks = False  # no step can run again on this rank alone
         self._subscribers: list[Callable[[StepRecord], object]] = []
         self._ends: list[Callable[[], None]] = []
@@ -192,11 +191,14 @@ class Watch:
 
     def __enter__(self) -> Watch:
         """Start to follow the loop."""
-        if self._ends:
-            raise RuntimeError("this watch is in use: expected a new amplab.watch(...) for each `with` block.")
+        if self._ends or self._has_ended:  # its log is closed then
+            state = "has ended" if self._has_ended else "is in use"
+            raise RuntimeError(
+                f"this watch {state}: expected a new amplab.watch(...) for each `with` block, or one block around all "
+                "epochs."
+            )
         THREAD.own.drop_ended()  # what another thread has ended
         self._began, self._is_open, self._handled = time.perf_counter_ns(), True, sys.exception()
-        self._has_ended = False
         self.thread = get_ident()
         try:
             with DeferredSignals():  # what is registered must be known to `_stop_following`
@@ -280,7 +282,8 @@ class Watch:
         They are there to run a step again that is skipped. Errors of the loader are raised as by the loader itself.
 
         Read it in the thread that has begun the watch. Another thread, such as one that reads ahead, gets the batches
-        and nothing more: steps are recorded, and not explained.
+        and nothing more: steps are recorded, and not explained. Read outside of the block of the watch, it only
+        returns the batches.
 
         Sync: none.
         """
@@ -290,7 +293,8 @@ class Watch:
 
     def _batch_begins(self, batch: Any) -> None:
         """A step begins, unless the batches are read in another thread than the loop's: it knows nothing of steps."""
-        self._has_batches = get_ident() == self.thread
+        in_loop = get_ident() == self.thread
+        self._has_batches = in_loop and self._is_open  # else nothing would end a look
         self._choose_forward_hook()
         if self._has_batches:
             self._at_forward()  # the step before is over
@@ -298,9 +302,13 @@ class Watch:
             if self._steps == 0:
                 self._batch_size = samples_in(batch)
             self._look.batch_begins(batch)
-        elif not self._reads_ahead:
-            self._reads_ahead = True
-            self._fail(
+        elif in_loop:
+            self._fail_once(
+                "w.batches(loader) is read outside of the block of the watch, so that its steps are not recorded. Put "
+                "the loop into the block: with amplab.watch(...) as w."
+            )
+        else:
+            self._fail_once(
                 "w.batches(loader) is read in another thread than the one that began the watch, so that skipped steps "
                 "are not explained and the values of ops are not looked at. Read it in the loop, and let the other "
                 "thread read the loader: for batch in w.batches(read_ahead(loader))."
@@ -418,7 +426,8 @@ class Watch:
     # -- what the hooks see ------------------------------------------------------------------------
 
     def _see_forward(self, module: nn.Module, _args: object) -> None:
-        if module.training and torch.is_grad_enabled() and not self._rerun.at_work:
+        # torch.export traces without values, which the step before may need.
+        if module.training and torch.is_grad_enabled() and not (self._rerun.at_work or torch.compiler.is_exporting()):
             self._at_forward()
 
     def _at_forward(self) -> None:
@@ -590,7 +599,7 @@ class Watch:
         cannot = not self._rerun.is_possible or self._needs_other_ranks
         if self._skips_in_a_row == _SKIPS_BEFORE_CHECK and cannot:
             with DeferredSignals():  # so that the end of the watch knows its hooks
-                self._check = StepCheck(self._model)
+                self._check = StepCheck(self._model, self._fail)
 
     def _run_again(self, step: int, loss_scale: float, loss: float | Tensor | None, in_a_row: int) -> None:
         """Explain a bad step by running it again, if that is possible and the budget allows it."""
@@ -657,6 +666,11 @@ class Watch:
         self._failures.append(text)
         if len(self._failures) == 1:
             self._warn(text)
+
+    def _fail_once(self, text: str) -> None:
+        """Tell what each batch would tell again."""
+        if text not in self._failures:
+            self._fail(text)
 
     def _fail_log(self, text: str) -> None:
         """A log fails at most twice, when its lines wait and when they are lost, scalars once; each is a warning."""

@@ -26,6 +26,13 @@ class WatchedBatches(Iterator[T]):
         self._loader, self._begins, self._ends, self._end = loader, begins, ends, end
         self._read: Iterator[T] | None = None  # a loader starts its workers when the loop begins
         self._is_open = False  # until it is read
+        self._is_exhausted = False
+
+    def __iter__(self) -> WatchedBatches[T]:
+        """Return itself; after the last batch it reads the loader anew, in the next epoch of a loop."""
+        if self._is_exhausted:
+            self._read, self._is_exhausted = None, False
+        return self
 
     def __next__(self) -> T:
         """Return the next batch."""
@@ -35,6 +42,7 @@ class WatchedBatches(Iterator[T]):
         try:
             batch = next(self._read)
         except StopIteration:
+            self._is_exhausted = True
             self.close()
             raise
         self._is_open = True

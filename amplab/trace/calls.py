@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.compiler import is_dynamo_compiling
 
 from amplab.policies import APEX, CastPolicy
 from amplab.policies.casting.function_modes import OwnMode, function_modes, remove
@@ -64,6 +65,8 @@ class Calls(OwnMode):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
+        if is_dynamo_compiling():  # as `torch.cond` does: no call is named in a graph
+            return func(*args, **(kwargs or {}))
         if func in _UNNAMED:
             return func(*args)
         if func in self._opened:

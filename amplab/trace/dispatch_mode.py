@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch._C import _get_dispatch_mode, _TorchDispatchModeKey
 from torch._C._dynamo.guards import set_is_in_mode_without_ignore_compile_internals
+from torch._ops import HigherOrderOperator
 from torch.utils import _python_dispatch
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack, _pop_mode, _push_mode
 
@@ -45,6 +46,8 @@ class DispatchMode(TorchDispatchMode):
     Reference: torch.utils._python_dispatch.TorchDispatchMode.
     """
 
+    supports_higher_order_operators = True
+
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # torch's has no annotations
         self._thread, self.has_ended = get_ident(), False
@@ -63,8 +66,11 @@ class DispatchMode(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Run an op that a thread has called; one that a tracer of torch has called, as of torch.export, unseen."""
-        if self.has_ended or any(_get_dispatch_mode(key) is not None for key in _TRACERS):
+        """Run an op that a thread has called; one that a tracer of torch has called, as of torch.export, unseen.
+
+        Unseen, too, are higher-order operators, such as that of `torch.cond`: in one, torch takes this mode off.
+        """
+        if self.has_ended or isinstance(func, HigherOrderOperator) or _traces():
             return func(*args, **(kwargs or {}))
         return self.run(func, args, kwargs or {})
 
@@ -106,8 +112,17 @@ class DispatchMode(TorchDispatchMode):
         )
 
     @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """True: `torch.cond` compiles itself, and what is not compiled under a mode would not be compiled later."""
+        return True
+
+    @classmethod
     def _should_skip_dynamo(cls) -> bool:
         return False  # for True torch wraps the mode by a function of the compiler
+
+
+def _traces() -> bool:
+    return any(_get_dispatch_mode(key) is not None for key in _TRACERS)
 
 
 def _inference_blocks() -> frozenset[int]:

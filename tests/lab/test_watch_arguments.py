@@ -1,14 +1,17 @@
 """The arguments and hooks of a watch: it rejects what it cannot follow, and removes hooks it no longer needs."""
 
+import contextlib
 import re
 
 import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
+from torch.optim import optimizer as optimizer_module
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from amplab.formats import exponent_histogram
-from amplab.lab import WatchCallback, watch
+from amplab.lab import WatchCallback, load_run, watch
 
 
 def loop():
@@ -120,6 +123,85 @@ def test_methods():
         end = w.subscribe(print)
         end()
         end()  # the second time there is nothing to end
+
+
+@pytest.mark.parametrize("raises", [False, True], ids=["epochs", "a retry"])
+def test_a_second_block_is_refused_and_changes_nothing(raises, tmp_path):
+    model, optimizer = loop()
+    w = watch(model, optimizer, log=tmp_path)
+
+    def epoch():
+        with w:
+            for x in w.batches([torch.ones(3, 4)] * 2):
+                w.loss(model(x).square().sum()).backward()
+                optimizer.step()
+            if raises:
+                raise ArithmeticError
+
+    with pytest.raises(ArithmeticError) if raises else contextlib.nullcontext():
+        epoch()
+    with pytest.raises(RuntimeError, match=r"has ended: expected a new amplab\.watch.* or one block around all epochs"):
+        epoch()
+    assert len(w.history) == len(load_run(w.log_path).history) == 2
+    assert not model._forward_hooks
+    assert w.failures == ()
+
+
+def test_a_block_within_the_block_is_refused_and_the_outer_one_goes_on():
+    model, optimizer = loop()
+    with watch(model, optimizer) as w:
+        with pytest.raises(RuntimeError, match=r"is in use: expected a new amplab\.watch"), w:
+            pass
+        w.loss(model(torch.ones(3, 4)).square().sum()).backward()
+        optimizer.step()
+    assert len(w.history) == 1
+
+
+@pytest.mark.parametrize("block", ["none", "before", "after"])
+def test_batches_that_are_read_outside_of_the_block_are_returned_and_leave_nothing(block):
+    model, optimizer = loop()
+    given = [torch.ones(3, 4) * number for number in range(3)]
+    w = watch(model, optimizer)
+    if block == "before":
+        with w:
+            pass
+    begun = w.batches(given)
+    got = []
+
+    def train():
+        for x in begun:
+            got.append(x)
+            w.loss(model(x).square().sum()).backward()
+            optimizer.step()
+
+    with pytest.warns(RuntimeWarning, match="is read outside of the block of the watch") as warned:
+        train()
+    if block == "after":
+        with w:
+            pass
+    assert all(map(torch.equal, got, given))
+    assert len(got) == 3
+    assert len(warned) == len(w.failures) == 1
+    assert _get_current_dispatch_mode_stack() == []
+    assert not model._forward_hooks
+    assert not any(each._backward_hooks for each in model.parameters())
+    assert not optimizer_module._global_optimizer_pre_hooks
+    assert not optimizer_module._global_optimizer_post_hooks
+
+
+def test_batches_that_are_named_before_the_epochs_are_read_in_each():
+    model, optimizer = loop()
+    with watch(model, optimizer) as w:
+        given = [torch.ones(3, 4)] * 3
+        batches, once = w.batches(given), w.batches(iter(given))
+        for _ in range(2):
+            for x in batches:
+                w.loss(model(x).square().sum()).backward()
+                optimizer.step()
+            assert next(batches, None) is None
+        assert [len(list(once)) for _ in range(2)] == [3, 0]  # as the iterator itself
+    assert len(w.history) == 6
+    assert _get_current_dispatch_mode_stack() == []
 
 
 def test_complex_gradients_are_measured_by_their_parts():

@@ -5,9 +5,12 @@ import itertools
 import pytest
 import torch
 from interrupts import interrupted_everywhere
+from torch import nn
+from torch._higher_order_ops.while_loop import while_loop
 from torch.utils import _python_dispatch
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 
+import amplab
 from amplab.trace.dispatch_mode import DispatchMode
 
 
@@ -66,3 +69,63 @@ def test_an_exit_after_an_interrupted_entry_leaves_nothing():
         assert not any(flags().values()), interrupt
         assert _get_current_dispatch_mode_stack() == [], interrupt
     mode.__exit__()
+
+
+def by_cond(y):
+    return torch.cond(y.detach().sum() > 0, lambda y: y * 2, lambda y: y * 3, (y,))
+
+
+def by_while_loop(y):
+    with torch.no_grad():
+        (times,) = while_loop(lambda n: n < 3, lambda n: (n + 1,), (torch.zeros((), dtype=torch.int64),))
+    return y * times
+
+
+class Branching(nn.Linear):
+    """Calls an operator of torch that compiles itself, without `torch.compile` in the program."""
+
+    def __init__(self, operator):
+        super().__init__(4, 4)
+        self.operator = operator
+
+    def forward(self, x):
+        return self.operator(super().forward(x))
+
+
+def loss_of(output):
+    return output.square().mean()
+
+
+def watched(model, batch, *, in_batches):
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    with amplab.watch(model, optimizer) as w:
+        for x in w.batches([batch] * 2) if in_batches else [batch] * 2:
+            w.loss(loss_of(model(x))).backward()
+            optimizer.step()
+    assert w.failures == ()
+    assert len(w.history) == 2
+
+
+TOOLS = {
+    "xray": lambda model, x: amplab.xray(model, x, loss=loss_of),
+    "first_nonfinite": lambda model, x: amplab.first_nonfinite(model, x, loss=loss_of),
+    "doctor": lambda model, x: amplab.doctor(model, x, loss=loss_of),
+    "watch": lambda model, x: watched(model, x, in_batches=False),
+    "batches": lambda model, x: watched(model, x, in_batches=True),
+}
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute:UserWarning")  # of the compiler
+@pytest.mark.parametrize(
+    ("tool", "operator"),
+    [*((tool, by_while_loop) for tool in TOOLS), ("watch", by_cond), ("batches", by_cond)],
+)
+def test_a_higher_order_operator_runs_in_a_tool_and_afterwards(tool, operator):
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    model, x = Branching(operator), torch.ones(2, 4)
+    TOOLS[tool](model, x)
+    found = model(x)
+    torch._dynamo.reset()
+    assert torch.equal(found, model(x))
+    torch._dynamo.reset()  # a look of the next test begins
