@@ -120,7 +120,10 @@ def test_a_generator_without_a_state_is_left_out():
 
 
 def test_an_object_that_is_gone_is_left_out():
-    own, gone = random.Random(1), SimpleNamespace()
+    class Parent:
+        pass
+
+    own, gone = random.Random(1), Parent()
     data = SimpleNamespace(parent=weakref.proxy(gone), draw=own)
     del gone
     assert list(generators_of(data)) == [own]
