@@ -213,7 +213,13 @@ class StepLook:
         if self._loop is None and self._step >= self._next_loop and self._may_begin():
             with self._guarded():
                 self._loop = _LoopLook(self._model, self._optimizers, self._probe)
-                self._loop.begin()
+                self._loop.begin(self._end_while_tracing)
+
+    def _end_while_tracing(self) -> None:
+        """End all looks: the tracer of torch.jit records what an op returns under their modes as a constant."""
+        self.pause()
+        if self._values is not None:
+            self._values.drop()
 
     def _may_begin(self, *, names_calls: bool = False) -> bool:
         """Whether a look is possible now: the end of a block that the loop is in would end the mode of the look.
@@ -229,7 +235,7 @@ class StepLook:
             self.pause()
         now = _modes_of_others()
         is_outside = now[0] == self._around[0] and (not names_calls or now == self._around)
-        return self._is_possible and is_outside and current_backward() < 0
+        return self._is_possible and is_outside and current_backward() < 0 and not _is_traced()
 
     def _end_loop(self) -> None:
         look = self._loop
@@ -301,6 +307,11 @@ def _compiles() -> bool:
     return dynamo is not None and any(backend is not None for backend in dynamo.cached_backends.values())
 
 
+def _is_traced() -> bool:
+    """Whether the tracer of torch.jit records what this thread computes."""
+    return bool(torch.jit.is_tracing())  # type: ignore[attr-defined, no-untyped-call]  # torch's own stubs
+
+
 def _runs_op_by_op(model: nn.Module) -> bool:
     """Whether the ops of a model can be followed without changing a result: not if compiled, sharded or with an RNN.
 
@@ -323,8 +334,15 @@ class _LoopLook:
         self.is_over = False
         self._undo = Undo()
 
-    def begin(self) -> None:
-        """Switch it on."""
+    def begin(self, end_while_tracing: Callable[[], None]) -> None:
+        """Switch it on; a module that `torch.jit.trace` calls in this thread ends it by calling the function."""
+        thread = get_ident()
+
+        def before(_module: nn.Module, _inputs: object) -> None:
+            if _is_traced() and get_ident() == thread:
+                end_while_tracing()
+
+        self._undo.add(register_module_forward_pre_hook(before).remove)
         self.recorder.record(self._undo)
 
     def stop(self) -> None:
@@ -343,7 +361,8 @@ class _ValueLook:
 
     def __init__(self, model: nn.Module, batch: Any, probe: ScaleProbe, loop: Callable[[], _LoopLook | None]) -> None:
         self.is_over, self.loop = False, loop
-        self.meets_fast_path, self._thread = False, get_ident()
+        self.meets_fast_path = self.is_dropped = False
+        self._thread = get_ident()
         self.trace: Trace | None = None
         self._probe = probe
         self._watcher = _UntilOver(StepWatcher(named_tensors(model, batch), detailed=True), self)
@@ -356,10 +375,18 @@ class _ValueLook:
         self._recorder.follow(self._undo)
 
     def _end_before(self, module: nn.Module, _inputs: Any) -> None:
-        """End before a module whose forward computes other numbers while a function mode is on."""
-        if get_ident() == self._thread and isinstance(module, _WITH_FAST_PATH) and not module.training:
+        """End before a module whose forward computes other numbers while a function mode is on, or is traced."""
+        if get_ident() != self._thread:
+            return
+        if isinstance(module, _WITH_FAST_PATH) and not module.training:
             self.meets_fast_path = True
-            self._undo.end()
+        if self.meets_fast_path or _is_traced():
+            self.drop()
+
+    def drop(self) -> None:
+        """Switch it off, and find nothing."""
+        self.is_dropped = True
+        self._undo.end()
 
     def see_loss(self, loss: Tensor) -> None:
         with _unseen_by_engines():
@@ -370,7 +397,7 @@ class _ValueLook:
         self._undo.end()
         if self._recorder.failure is not None:
             raise self._recorder.failure
-        if not self.is_whole or self.meets_fast_path:
+        if not self.is_whole or self.is_dropped:
             return []
         events = self._recorder.events[: self._watcher.seen]
         last = max((place for place, event in enumerate(events) if event.place.backward), default=None)

@@ -608,3 +608,34 @@ def test_an_op_of_others_that_writes_an_average_runs_once():
             with torch.no_grad():
                 average(kept, model.weight)
     assert dtypes == [torch.bfloat16] * 3
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning", "ignore:.*:torch.jit.TracerWarning")
+@pytest.mark.parametrize("has_batches", [True, False])
+@pytest.mark.parametrize("with_grad", [True, False])
+@pytest.mark.parametrize("at", ["before the step", "after the step"])
+def test_a_model_that_is_traced_in_a_looked_at_step_computes_what_it_computes(at, with_grad, has_batches):
+    """Under a dispatch mode the tracer records the result of a convolution as a constant, or raises."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv2d(1, 2, 3), nn.Flatten(), nn.Linear(18, 1))
+    optimizer, exported = torch.optim.SGD(model.parameters(), lr=0.01), []
+    data, other = [torch.randn(2, 1, 5, 5) for _ in range(4)], torch.randn(2, 1, 5, 5)
+
+    def export(x):
+        with torch.set_grad_enabled(with_grad):
+            traced = torch.jit.trace(model, x, check_trace=False)
+            exported.append((traced(other).detach(), model(other).detach()))
+
+    with amplab.watch(model, optimizer) as w:
+        for x in w.batches(data) if has_batches else data:
+            optimizer.zero_grad()
+            w.loss(model(x).square().mean()).backward()
+            if at == "before the step" and len(exported) < 2:
+                export(x)
+            optimizer.step()
+            if at == "after the step" and len(exported) < 2:
+                export(x)
+    assert all(torch.equal(*pair) for pair in exported)
+    assert not w.failures
+    assert len(w.history) == 4
+    assert "looked at the gradients of 1 step" in str(w.findings())
