@@ -23,11 +23,6 @@ class NoCollectives(DispatchMode):
 
     supports_higher_order_operators = True
 
-    @classmethod
-    def ignore_compile_internals(cls) -> bool:
-        """Return True: compiled functions run as they are, and the collectives in their code are ops, too."""
-        return True
-
     def run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run an op.
 

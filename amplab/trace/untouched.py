@@ -27,6 +27,7 @@ from amplab.parallel.ranks import exchanges_in_forward, has_other_ranks, is_alon
 from amplab.scalers import is_sharded
 from amplab.trace.as_found import Undo, rebind, remove_hooks_since
 from amplab.trace.collectives import NoCollectives
+from amplab.trace.engines import compiled_functions_eagerly
 from amplab.trace.optimizer_states import unchanged_optimizers
 from amplab.trace.random_states import random_states_kept, restorers
 from amplab.trace.stand_ins import apart
@@ -151,6 +152,7 @@ def untouched(model: nn.Module) -> Iterator[ParkedGradients]:
                 undo.add(state.restore)
             devices = {copy.tensor.device for state in states for copy in state.copies}
         if has_other_ranks() and not is_alone() and not _has_shards(model):
+            undo.enter_block(compiled_functions_eagerly)  # or the compiler would compile the mode, too
             undo.enter(NoCollectives())
         with random_states_kept(devices), on_this_rank_alone(), unchanged_optimizers(), iterations_kept():
             yield gradients

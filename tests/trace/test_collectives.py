@@ -238,3 +238,19 @@ def test_tools_on_ranks_record_what_they_record_of_one_process():
     alone = records()
     for each in run_ranks(records):
         assert each == alone
+
+
+def graphs_compiled(rank: int) -> list[list[str]]:
+    """Return the ops of each graph that a tool lets torch.compile make, of a compiled model."""
+    graphs: list[list[str]] = []
+
+    def backend(graph: torch.fx.GraphModule, _inputs: object) -> Callable[..., object]:
+        graphs.append([str(node.target) for node in graph.graph.nodes])
+        return graph.forward
+
+    gradient_range(torch.compile(net(), backend=backend), torch.ones(2, 8), loss=torch.sum)
+    return graphs
+
+
+def test_the_refusal_of_collectives_is_not_compiled_with_the_model():
+    assert run_ranks(graphs_compiled, limit=LIMIT) == [[], []]
