@@ -62,7 +62,7 @@ from amplab.diagnose.train_step.rehearse_loop import RecordingError, rehearse_lo
 from amplab.diagnose.train_step.schedules import schedulers_of
 from amplab.display.numbers import count, power
 from amplab.parallel.rank_state import RankState
-from amplab.parallel.ranks import data_parallel, texts_of_ranks, this_rank
+from amplab.parallel.ranks import NeedsOtherRanks, data_parallel, texts_of_ranks, this_rank
 from amplab.policies import PrecisionPolicy
 from amplab.policies.nested_tensors import samples_in
 from amplab.policies.signals import is_interrupt
@@ -122,8 +122,8 @@ def doctor(
 
     Of several ranks call it on every one. A step runs on each rank without the others, and the doctor compares them; it
     waits up to 30 seconds for a rank that does not call it. A train step, too, runs without the exchange of
-    DistributedDataParallel, SyncBatchNorm, ``combine_ddp`` and `amplab.parallel.Reducer`. Collectives that it calls
-    itself wait for every rank, and ranks may need different numbers of runs: leave them out of `train_step`.
+    DistributedDataParallel, SyncBatchNorm, ``combine_ddp`` and `amplab.parallel.Reducer`. Ranks may need different
+    numbers of runs, so collectives that a step or a train step calls itself are refused: leave them out.
 
     Args:
         model: the model; several in a list or dict if `step` runs them all. Not compiled if a step is given.
@@ -143,6 +143,7 @@ def doctor(
         TypeError: arguments without a model; an argument of another type.
         ValueError: a model that cannot be traced, see `trace_step`; a loss scale that is not positive. What the step
             itself raises is a finding.
+        NeedsOtherRanks: of several ranks, a step or train step that calls a collective of ``torch.distributed``.
 
     Sync: many.
 
@@ -318,6 +319,8 @@ def _examine_step(
             batch=batch,
             detailed=True,
         )
+    except NeedsOtherRanks:
+        raise
     except Exception as error:
         if is_interrupt(error) or (raised.error is not error and not isinstance(error, _OF_OPS)):
             raise
@@ -389,6 +392,8 @@ def _examine_loop(
             f"amplab.doctor: the rules about the loop were not applied: {error}", RuntimeWarning, stacklevel=5
         )
         return []
+    except NeedsOtherRanks:
+        raise
     except Exception as error:
         if is_interrupt(error) or (raised.error is not error and not isinstance(error, _OF_OPS)):
             raise

@@ -17,7 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from amplab.amp import Session, is_autocast_enabled
 from amplab.diagnose import FirstNonfinite, first_nonfinite
-from amplab.parallel.ranks import data_parallel, exchanges_in_forward, this_rank
+from amplab.parallel.ranks import NeedsOtherRanks, data_parallel, exchanges_in_forward, this_rank
 from amplab.policies.nested_tensors import tensors_in
 from amplab.trace.as_found import Undo, leaves_as_found, remove_hook
 from amplab.trace.handed_step import Loss, Scaler
@@ -26,7 +26,7 @@ from amplab.trace.stand_ins import apart
 from amplab.trace.tensor_copies import write_value
 from amplab.trace.untouched import unless_undone
 
-__all__ = ["CannotRunAgain", "NeedsOtherRanks", "StepBeginning", "StepRerun"]
+__all__ = ["CannotRunAgain", "StepBeginning", "StepRerun"]
 
 _HAS_CUDA = torch.backends.cuda.is_built()
 _BATCHES = 64  # kept of one step at most, since a loop may never step
@@ -60,10 +60,6 @@ class StepBeginning:
 
 class CannotRunAgain(RuntimeError):
     """A step cannot run again as the loop ran it; the message says why."""
-
-
-class NeedsOtherRanks(CannotRunAgain):
-    """The forward exchanges values with the other ranks: on one rank alone it would wait for them without end."""
 
 
 class StepRerun:
@@ -147,7 +143,7 @@ class StepRerun:
 
         Raises:
             CannotRunAgain: The loop calls the model in an autocast region, and this run did not.
-            NeedsOtherRanks: Its forward waits for other ranks, which may not run the step again.
+            NeedsOtherRanks: It waits for other ranks, which may not run the step again.
 
         Sync: as many as several steps, for each batch up to the first that is not finite.
         """

@@ -58,11 +58,12 @@ from amplab.lab.scale_probe import ScaledStep, probe_of
 from amplab.lab.skip_explanation import SkipExplanation, explained
 from amplab.lab.step_check import StepCheck
 from amplab.lab.step_look import StepLook
-from amplab.lab.step_rerun import CannotRunAgain, NeedsOtherRanks, StepRerun
+from amplab.lab.step_rerun import CannotRunAgain, StepRerun
 from amplab.lab.tensorboard_scalars import TensorBoardScalars
 from amplab.lab.watched_batches import WatchedBatches
 from amplab.lab.watched_run import NO_LEVEL, WatchedRun
 from amplab.optimizers.group_settings import learning_rate
+from amplab.parallel.ranks import NeedsOtherRanks
 from amplab.policies.casting.thread_scopes import THREAD
 from amplab.policies.nested_tensors import samples_in
 from amplab.policies.signals import DeferredSignals, is_interrupt
@@ -614,7 +615,8 @@ class Watch:
         except Exception as error:  # a failed explanation must not end the loop
             if is_interrupt(error):
                 raise
-            failure = str(error) if isinstance(error, CannotRunAgain) else f"{type(error).__name__}: {error}"
+            is_refused = isinstance(error, CannotRunAgain | NeedsOtherRanks)
+            failure = str(error) if is_refused else f"{type(error).__name__}: {error}"
             case = "ranks" if isinstance(error, NeedsOtherRanks) else ""
             evidence, rank = {"step": step}, self._store.rank
             if case and value is not None and rank is not None:

@@ -27,6 +27,7 @@ from amplab.policies.signals import DeferredSignals, is_interrupt
 
 __all__ = [
     "AgreedText",
+    "NeedsOtherRanks",
     "PostedTexts",
     "Rank",
     "averages_gradients",
@@ -54,6 +55,10 @@ class Rank:
     rank: int
     world_size: int
     launch: str = ""
+
+
+class NeedsOtherRanks(RuntimeError):
+    """A step exchanges values with the other ranks: on one rank alone it would wait for them without end."""
 
 
 def has_other_ranks() -> bool:
@@ -190,8 +195,9 @@ def on_this_rank_alone() -> Iterator[None]:
     """In the block, forwards and backwards of this thread wait for no other rank; gradients are those of this rank.
 
     DistributedDataParallel, SyncBatchNorm, ``combine_ddp`` and `Reducer` exchange nothing in the block, wherever they
-    are: a step may call a wrapper that its model does not contain. Other collectives run as they are, such as those
-    of ``fully_shard`` (see `exchanges_in_forward`) and of the caller's own code: every rank must call them.
+    are: a step may call a wrapper that its model does not contain. Other collectives run as they are: those of
+    ``fully_shard`` (see `exchanges_in_forward`), which every rank must call, and those of the caller's own code, which
+    `amplab.trace.untouched` refuses.
 
     Sync: none.
     """

@@ -24,8 +24,11 @@ from torch.utils.hooks import RemovableHandle
 from amplab.amp.apex.before_initialize import hooks_of
 from amplab.amp.apex.iteration_state import iterations_kept
 from amplab.amp.run_state.models_of_tools import MODELS_OF_TOOLS
-from amplab.parallel.ranks import on_this_rank_alone
+from amplab.parallel.ranks import exchanges_in_forward, has_other_ranks, is_alone, on_this_rank_alone
+from amplab.scalers import is_sharded
 from amplab.trace.as_found import Undo, rebind, remove_hooks_since
+from amplab.trace.collectives import NoCollectives
+from amplab.trace.engines import compiled_functions_eagerly
 from amplab.trace.forwarded_modules import buffers_kept
 from amplab.trace.optimizer_states import unchanged_optimizers
 from amplab.trace.random_states import random_states_kept, restorers
@@ -125,7 +128,11 @@ def untouched(model: nn.Module) -> Iterator[ParkedGradients]:
     Yields the gradients set aside, to which the block adds leaves outside the model. Holds one copy of the model's
     parameters and buffers while the block runs, and a second one of those in shared memory, which the block gets: what
     other processes write there meanwhile stays. Of several ranks this one waits for no other: they may run the model
-    more often, or not at all, see `on_this_rank_alone`.
+    more often, or not at all, see `on_this_rank_alone`. So it starts no collective, except for a sharded model, which
+    has its weights by collectives: every rank must run it.
+
+    Raises:
+        NeedsOtherRanks: The block calls a collective of ``torch.distributed``.
 
     Sync: none.
     """
@@ -146,6 +153,9 @@ def untouched(model: nn.Module) -> Iterator[ParkedGradients]:
                 gradients.park(each for each in state.parameters.values() if each is not None and each.is_leaf)
                 undo.add(state.restore)
             devices = {copy.tensor.device for state in states for copy in state.copies}
+        if has_other_ranks() and not is_alone() and not _has_shards(model):
+            undo.enter_block(compiled_functions_eagerly)  # or the compiler would compile the mode, too
+            undo.enter(NoCollectives())
         with (
             random_states_kept(devices),
             on_this_rank_alone(),
@@ -154,6 +164,10 @@ def untouched(model: nn.Module) -> Iterator[ParkedGradients]:
             buffers_kept(model),
         ):
             yield gradients
+
+
+def _has_shards(model: nn.Module) -> bool:
+    return bool(exchanges_in_forward(model)) or any(map(is_sharded, model.parameters()))
 
 
 def unless_undone(hook: Callable[..., Any]) -> Callable[..., Any]:
