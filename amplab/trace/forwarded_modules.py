@@ -39,7 +39,8 @@ class _Buffers(NamedTuple):
 def buffers_kept(model: nn.Module | None = None) -> Iterator[None]:
     """Restore the buffers of each module whose forward this thread begins in the block.
 
-    Those of ``model`` are left out. Not seen are modules whose ``forward`` is called in place of themselves.
+    Those of ``model`` are left out. Not seen are modules whose ``forward`` is called in place of themselves, and all if
+    ``model`` is compiled: torch warns of global hooks then.
 
     Sync: none.
 
@@ -66,5 +67,6 @@ def buffers_kept(model: nn.Module | None = None) -> Iterator[None]:
 
     with Undo() as undo:
         undo.add(restore)
-        undo.register(register_module_forward_pre_hook, remember, nn.modules.module._global_forward_pre_hooks)
+        if model is None or not any("_orig_mod" in each._modules for each in model.modules()):
+            undo.register(register_module_forward_pre_hook, remember, nn.modules.module._global_forward_pre_hooks)
         yield

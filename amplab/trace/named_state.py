@@ -52,6 +52,8 @@ def set_aside(scaler: torch.amp.GradScaler, undo: Undo) -> None:
 
     Sync: two for each loss, or none.
     """
+    if not scaler.is_enabled():
+        return
     undo.add(partial(rebind, vars(scaler), dict(vars(scaler))))
     if isinstance(scaler, amplab.amp.GradScaler):
         vars(scaler).update(scaler._outside_of_iteration())

@@ -12,7 +12,7 @@ from torch.utils.checkpoint import CheckpointError
 
 from amplab.trace.argument_checks import check_loss, check_step
 from amplab.trace.as_found import leaves_as_found
-from amplab.trace.engines import clear_cast_caches, compiled_functions_eagerly
+from amplab.trace.engines import clear_cast_caches
 from amplab.trace.kept_tensors import KeptTensors
 from amplab.trace.reasons import SCALE_LOSS, records_of
 from amplab.trace.recorder import Event, Observer, Recorder
@@ -83,7 +83,7 @@ def record_step(
     Sync: none.
     """
     recorder = Recorder(model, observer, kept)
-    with untouched(model) as gradients, casting, compiled_functions_eagerly():
+    with untouched(model) as gradients, casting:
         clear_cast_caches()
         try:
             _run(recorder, model, gradients, step, loss_scale)

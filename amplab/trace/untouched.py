@@ -134,6 +134,8 @@ def untouched(model: nn.Module) -> Iterator[ParkedGradients]:
     Raises:
         NeedsOtherRanks: The block calls a collective of ``torch.distributed``.
 
+    Functions that were given to `torch.compile` run eagerly in the block.
+
     Sync: none.
     """
     for callback in () if _THREAD.undoes else tuple(_THREAD.callbacks):
@@ -153,8 +155,8 @@ def untouched(model: nn.Module) -> Iterator[ParkedGradients]:
                 gradients.park(each for each in state.parameters.values() if each is not None and each.is_leaf)
                 undo.add(state.restore)
             devices = {copy.tensor.device for state in states for copy in state.copies}
+        undo.enter_block(compiled_functions_eagerly)  # or the compiler would compile modes and hooks, too
         if has_other_ranks() and not is_alone() and not _has_shards(model):
-            undo.enter_block(compiled_functions_eagerly)  # or the compiler would compile the mode, too
             undo.enter(NoCollectives())
         with (
             random_states_kept(devices),

@@ -1,5 +1,6 @@
 """A tool between an overflow and the step that is skipped for it, and in a step, in apex's order of calls."""
 
+import threading
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -205,9 +206,12 @@ def test_a_tool_between_backward_and_step_of_fp16_optimizer(overflows):
 @pytest.mark.filterwarnings("ignore:.*:UserWarning")
 @pytest.mark.parametrize("level", ["O1", "O2"])
 def test_a_session_that_another_thread_trains_goes_on_during_a_tool(level):
+    begun = threading.Event()  # the weights are drawn: threads share the generator
+
     def trained():
         torch.manual_seed(0)
         model, session = nn.Linear(4, 2), amp.Session()
+        begun.set()
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
         session.initialize(model, optimizer, opt_level=level, verbosity=0)
         with session.casting():
@@ -220,8 +224,10 @@ def test_a_session_that_another_thread_trains_goes_on_during_a_tool(level):
         return [param.detach().clone() for param in model.parameters()], session.state_dict()
 
     expected, expected_state = trained()
+    begun.clear()
     with ThreadPoolExecutor(1) as threads:
         training = threads.submit(trained)
+        begun.wait()
         while not training.done():
             amplab.gradient_range(nn.Linear(4, 2), X)
     found, state = training.result()
