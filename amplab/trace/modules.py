@@ -27,6 +27,13 @@ class UncopiedHook(partial[Any]):
     def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
         return getattr, (nullcontext(), "__exit__")  # returns None; a saved model loads where amplab is missing
 
+    def __getattr__(self, name: str) -> Any:
+        """Raise AttributeError; torch.jit.script reads the name of each hook, to compile it."""
+        what = f"a hook of amplab has no {name}"
+        if name == "__name__":
+            what += ": call torch.jit.script, which compiles the hooks of a model, after the block of amplab.watch"
+        raise AttributeError(f"{what}.", name=name, obj=self)
+
 
 class ModuleStack:
     """The modules whose forward is running, outermost first.

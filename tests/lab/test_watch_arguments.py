@@ -52,6 +52,16 @@ def test_what_is_watched(model, optimizer, error, words):
         watch(model, optimizer)
 
 
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning")
+def test_a_model_that_is_scripted_in_the_block_says_what_to_do():
+    model = nn.Linear(1, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    words = r"call torch\.jit\.script.*after the block of amplab\.watch"
+    with watch(model, optimizer, scaler=torch.amp.GradScaler("cpu")), pytest.raises(AttributeError, match=words):
+        torch.jit.script(model)
+    torch.jit.script(model)
+
+
 @pytest.mark.filterwarnings("ignore:`torch.jit")
 def test_a_scripted_model_takes_no_hooks():
     _, optimizer = loop()
