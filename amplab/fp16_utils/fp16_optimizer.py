@@ -126,7 +126,9 @@ class FP16_Optimizer:
         aside, self._aside = self._aside or [], None
         found_inf = add_unscaled(self._own, aside, self.loss_scale, self._unscaler, None)
         found_inf = self._masters.unscale_grads(self.loss_scale, found_inf=found_inf)
-        self.overflow = self.dynamic_loss_scale and bool(found_inf)
+        # A gradient that is added to one that was not finite before is not finite.
+        before = self.overflow and not all(grad.isfinite().all() for _, grad in aside)
+        self.overflow = self.dynamic_loss_scale and (bool(found_inf) or before)
 
     def clip_master_grads(self, max_norm: float, norm_type: float = 2) -> Tensor | float:
         """Clip the gradients of the masters; return their norm, or -1 after an overflow."""

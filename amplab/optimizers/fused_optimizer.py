@@ -72,17 +72,28 @@ class _Plan:
     """The batches of a step, and what they depend on."""
 
     batches: list[StepBatch]
+    groups: list[dict[str, Any]]
     listed: list[Tensor]
     has_grad: list[bool]
     states: list[dict[str, Any]]
     settings: tuple[Any, ...]
 
     def fits(
-        self, listed: list[Tensor], grads: list[Tensor | None], states: Mapping[Tensor, Any], settings: tuple[Any, ...]
+        self,
+        groups: list[dict[str, Any]],
+        listed: list[Tensor],
+        grads: list[Tensor | None],
+        states: Mapping[Tensor, Any],
+        settings: tuple[Any, ...],
     ) -> bool:
-        """Return whether another step may reuse it. Replaced state is another object; cleared state is empty."""
+        """Return whether another step may reuse it. Replaced state is another object; cleared state is empty.
+
+        The groups are others after `load_state_dict`.
+        """
         return (
             settings == self.settings
+            and len(groups) == len(self.groups)
+            and all(map(operator.is_, groups, self.groups))
             and _same(listed, self.listed)
             and len(states) == len(self.states)
             and all(map(operator.is_, states.values(), self.states))
@@ -354,12 +365,12 @@ class FusedOptimizer(Optimizer):
         listed, settings = self._listed(), self._settings()
         grads = self._grads(listed)
         plan = self._plan
-        if plan is None or not plan.fits(listed, grads, self.state, settings):
+        if plan is None or not plan.fits(self.param_groups, listed, grads, self.state, settings):
             if found_inf is not None and self._asks_before_it_begins() and found_inf.item() != 0:
                 return [], grads
             batches = list(self._make_batches(grads))
             has_grad = [grad is not None for grad in grads]
-            plan = _Plan(batches, listed, has_grad, list(self.state.values()), settings)
+            plan = _Plan(batches, [*self.param_groups], listed, has_grad, list(self.state.values()), settings)
             self._plan = None if any(batch.first for batch in batches) else plan
         return plan.batches, grads
 

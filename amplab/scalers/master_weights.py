@@ -6,6 +6,7 @@ edits       model -> master    master <- model, if the model's weight was edited
 """
 
 from collections.abc import Callable, Iterable
+from threading import get_ident
 from typing import NamedTuple
 
 import torch
@@ -49,6 +50,7 @@ class MasterWeights:
         self._watched: dict[int, Tensor] = {}
         self._are_ahead = False
         self._step: Callable[[], bool] | None = None  # whether it runs still
+        self._thread = 0  # of the step
         self.add_pairs(params)
 
     @property
@@ -122,9 +124,12 @@ class MasterWeights:
 
         Sync: none.
         """
+        self._copy()
+        self._are_ahead, self._step = False, None
+
+    def _copy(self) -> None:
         if self._pairs:
             torch._foreach_copy_([pair.model for pair in self.pairs], [pair.master for pair in self.pairs])
-        self._are_ahead, self._step = False, None
 
     def begin_step(self, runs: Callable[[], bool] | None = None) -> None:
         """Note that the masters are stepped from now on, so the model needs a copy. Sync: none.
@@ -132,7 +137,7 @@ class MasterWeights:
         Args:
             runs: returns whether the call of the optimizer runs still, if its hooks may run the model.
         """
-        self._are_ahead, self._step = True, runs
+        self._are_ahead, self._step, self._thread = True, runs, get_ident()
 
     def end_step(self) -> None:
         """As `copy_to_model`, unless it has been called since `begin_step`. Sync: none."""
@@ -142,13 +147,24 @@ class MasterWeights:
     def catch_up(self) -> None:
         """As `end_step`, for a step that an exception has ended. Sync: none.
 
-        While the step runs, as for a forward in a hook of the optimizer, the model needs another copy at its end.
+        While the step runs, as for a forward in a hook of the optimizer, the model needs another copy at its end. A
+        forward in another thread meanwhile has the weights before the step.
         """
-        if self._are_ahead:
-            runs = None if torch.compiler.is_compiling() else self._step  # a graph knows no frames
+        if not self._are_ahead:
+            return
+        if torch.compiler.is_compiling():  # a graph knows neither frames nor threads
             self.copy_to_model()
-            if runs is not None and runs():
-                self.begin_step(runs)
+            return
+        step = self._step
+        runs = step is not None and step()
+        if self._thread != get_ident():
+            if not runs:
+                with torch.no_grad():
+                    self._copy()
+            return
+        self.copy_to_model()
+        if runs:
+            self.begin_step(step)
 
     @torch.no_grad()
     def copy_from_model(self) -> None:

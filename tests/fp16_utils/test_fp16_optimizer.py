@@ -190,3 +190,23 @@ def test_half_weights_written_after_loading_reach_the_masters():
     master = optimizer.state_dict()["fp32_from_fp16"][0][0]
     assert torch.equal(master[0], torch.zeros(8))
     assert torch.equal(master[1:], saved["fp32_from_fp16"][0][0][1:])
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
+@pytest.mark.parametrize("cleared", ["zero_grad", "by hand", "zeros", None])
+def test_an_overflow_before_another_backward_is_skipped_unless_its_gradients_were_cleared(dtype, cleared):
+    parameter = nn.Parameter(torch.ones(2, dtype=dtype))
+    options = {"dynamic_loss_scale": True, "dynamic_loss_args": {"init_scale": 4.0}, "verbose": False}
+    optimizer = FP16_Optimizer(torch.optim.SGD([parameter], lr=0.5), **options)
+    optimizer.zero_grad()
+    optimizer.backward((parameter * float("inf")).sum())
+    if cleared == "zero_grad":
+        optimizer.zero_grad()
+    elif cleared == "by hand":
+        parameter.grad = None
+    elif cleared == "zeros":
+        parameter.grad.zero_()
+    optimizer.backward(parameter.sum())
+    optimizer.step()
+    assert optimizer.overflow is (cleared is None)
+    assert parameter.tolist() == ([1.0, 1.0] if cleared is None else [0.5, 0.5])

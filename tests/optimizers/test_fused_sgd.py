@@ -124,3 +124,24 @@ def test_what_zero_grad_leaves():
 def test_numbers_out_of_range_are_torchs_to_refuse():
     with pytest.raises(ValueError, match="Nesterov"):
         FusedSGD([nn.Parameter(torch.ones(1))], lr=0.1, nesterov=True)
+
+
+@pytest.mark.parametrize("resumed", ["load_state_dict", "a copied group"])
+def test_settings_hold_after_the_state_was_loaded(resumed):
+    """Without momentum the state is the same before and after, and the groups are others."""
+    parameter = torch.nn.Parameter(torch.zeros(3))
+    optimizer = FusedSGD([parameter], lr=1.0)
+
+    def moved():
+        before = parameter.detach().clone()
+        parameter.grad = torch.ones(3)
+        optimizer.step()
+        return (before - parameter.detach()).tolist()
+
+    assert moved() == [1.0] * 3
+    if resumed == "load_state_dict":
+        optimizer.load_state_dict(optimizer.state_dict())
+    else:
+        optimizer.param_groups[:] = [dict(group) for group in optimizer.param_groups]
+    optimizer.param_groups[0]["lr"] = 0.25
+    assert moved() == [0.25] * 3

@@ -17,6 +17,7 @@ import sys
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from threading import get_ident
 from types import FrameType
 from typing import Any, NamedTuple
 
@@ -455,7 +456,7 @@ class HookedOptimizer:
             for param, _ in self._step.parked:  # a step without gradients changes nothing
                 param.grad = None
             if self._overflow is None and gradients:
-                self.masters.begin_step(partial(is_running, frame))
+                self.masters.begin_step(partial(is_running, frame, get_ident()))
         if not self._casts_in_step:
             suspend_casts(frame)
         return None

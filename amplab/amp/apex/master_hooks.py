@@ -58,7 +58,7 @@ class MasterHooks:
             masters.follow_edits(module.parameters(recurse=False))
         for name, tensor in _own_tensors(module):
             if prefix + name in saved and tensor.dtype in LOW_PRECISION_DTYPES:
-                values = self._master_of(tensor)
+                values = _with_values_of(tensor, self._master_of(tensor))
                 # Only keep_vars=True returns a Parameter.
                 wanted = values if isinstance(saved[prefix + name], Parameter) else values.detach()
                 saved[prefix + name] = wanted.float()
@@ -103,6 +103,17 @@ class MasterHooks:
     def __reduce__(self) -> tuple[type, tuple[()]]:
         # A copied or unpickled model has other parameters: it saves its own values, as float32.
         return MasterHooks, ()
+
+
+@torch.no_grad()
+def _with_values_of(tensor: Tensor, master: Tensor) -> Tensor:
+    """Return the master, with the elements of the model where those are others, as of an average that is swapped in."""
+    if tensor.shape != master.shape or tensor is master:
+        return master
+    is_other = master.to(tensor.device, tensor.dtype) != tensor
+    if not is_other.any():
+        return master
+    return torch.where(is_other, tensor.to(master.dtype), master.to(tensor.device))
 
 
 def _own_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:

@@ -19,7 +19,7 @@ import functools
 import inspect
 import threading
 from collections.abc import Callable
-from sys import _getframe
+from sys import _current_frames, _getframe
 from types import CodeType, FrameType
 from typing import TYPE_CHECKING, Any
 
@@ -77,9 +77,15 @@ _NOWHERE: frozenset[int] = frozenset()
 SUSPENDABLE = inspect.CO_GENERATOR | inspect.CO_COROUTINE | inspect.CO_ASYNC_GENERATOR
 
 
-def is_running(frame: FrameType) -> bool:
-    """Return whether `frame` is on the stack of the calling thread. The time is proportional to the frames above it."""
-    caller: FrameType | None = _getframe(1)
+def is_running(frame: FrameType, thread: int | None = None) -> bool:
+    """Return whether `frame` is on the stack of a thread. The time is proportional to the frames above it.
+
+    Args:
+        frame: any frame.
+        thread: its ident; None for the calling thread.
+    """
+    other = thread is not None and thread != threading.get_ident()
+    caller: FrameType | None = _current_frames().get(thread or 0) if other else _getframe(1)
     while caller is not None:
         if caller is frame:
             return True

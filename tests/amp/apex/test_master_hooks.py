@@ -2,6 +2,7 @@
 
 import copy
 import io
+import threading
 
 import pytest
 import torch
@@ -46,7 +47,7 @@ def test_a_resumed_run_is_the_run_that_was_not_interrupted(problem, level, name)
 def test_a_half_model_saves_the_values_of_its_masters(problem):
     session, model, optimizer = start(problem, "O2", "sgd")
     problem.train(session, model, optimizer, range(3))
-    saved = model.state_dict()
+    saved = copy.deepcopy(model.state_dict())
     masters = list(session.master_params(optimizer))
     for (name, param), master in zip(model.named_parameters(), masters, strict=True):
         assert saved[name].dtype == torch.float32
@@ -170,3 +171,54 @@ def test_float32_optimizer_state_survives_the_checkpoint(problem):
     optimizer.load_state_dict(saved)
     for index, param in enumerate(session.master_params(optimizer)):
         assert torch.equal(optimizer.state[param]["exp_avg_sq"], saved["state"][index]["exp_avg_sq"])
+
+
+@pytest.mark.parametrize("swap", ["values", "storage"])
+def test_averages_that_are_swapped_into_the_model_are_saved(problem, swap):
+    """As `with ema.average_parameters(): torch.save(model.state_dict())` does."""
+    session, model, optimizer = start(problem, "O2", "sgd")
+    problem.train(session, model, optimizer, range(3))
+    trained = copy.deepcopy(model.state_dict())
+    averages = {name: param.detach() * 0.5 for name, param in model.named_parameters()}
+    own = {name: param.data for name, param in model.named_parameters()}
+    values = {name: param.data.clone() for name, param in model.named_parameters()}
+    for name, param in model.named_parameters():
+        if swap == "values":
+            param.data.copy_(averages[name])
+        else:
+            param.data = averages[name]
+    saved = copy.deepcopy(model.state_dict())
+    for name, param in model.named_parameters():
+        param.data = own[name]
+        param.data.copy_(values[name])
+    assert all(torch.equal(saved[name], average.float()) for name, average in averages.items())
+    assert all(torch.equal(value, trained[name]) for name, value in model.state_dict().items())
+
+
+def test_a_model_that_serves_in_another_thread_takes_no_step_from_the_one_that_trains(problem):
+    """Its forward begins within a step of the optimizer."""
+    begun, served = threading.Event(), threading.Event()
+
+    class Waiting(torch.optim.SGD):
+        def step(self, closure=None):
+            begun.set()
+            served.wait(10)
+            return super().step(closure)
+
+    session, model, x = amp.Session(), problem.model(), problem.batch(0)[0]
+    optimizer = Waiting(model.parameters(), lr=0.05)
+    session.initialize(model, optimizer, opt_level="O2", verbosity=0)
+
+    def serve():
+        begun.wait()
+        with torch.no_grad():
+            model(x)
+        served.set()
+
+    serving = threading.Thread(target=serve)
+    serving.start()
+    problem.train(session, model, optimizer, range(1))
+    serving.join()
+    pairs = list(zip(model.parameters(), session.master_params(optimizer), strict=True))
+    assert served.is_set()
+    assert all(torch.equal(param, master.to(param.dtype)) for param, master in pairs)
