@@ -30,7 +30,7 @@ from weakref import WeakSet
 
 from amplab.amp.run_state.file_format import RunStateError, remove_partials, write_atomically
 from amplab.lab.code_digests import WEIGHTS
-from amplab.lab.config import ExperimentConfig
+from amplab.lab.config import OWN, ExperimentConfig
 from amplab.lab.experiment import Experiment, read_saved
 from amplab.lab.rank_exchange import RankExchange
 from amplab.lab.run_log import create_free, launch_of
@@ -79,6 +79,7 @@ class Checkpoint:
         config: The config at that step.
         step: Number of steps.
         saved: When it was written.
+        learning_rate: The one in effect; None in older files.
         digests: Of the parts of code of one's own; see `code_digests`.
         others: The parts that are others in this process.
     """
@@ -87,6 +88,7 @@ class Checkpoint:
     config: ExperimentConfig
     step: int
     saved: datetime
+    learning_rate: float | None = None
     digests: Mapping[str, str] = field(default_factory=dict)
     others: tuple[str, ...] = ()
 
@@ -112,7 +114,12 @@ class Checkpoint:
             return None
         parts = dict.fromkeys((*here, *self.digests))
         others = tuple(part for part in parts if here.get(part) != self.digests.get(part))
-        return replace(self, config=replace(self.config, task=name, model=model), others=others)
+        config = replace(self.config, task=name, model=model)
+        if config.optimizer != OWN:  # the config says which one goes on
+            others = tuple(part for part in others if part != "optimizer")
+        if self.learning_rate is not None and config.learning_rate != self.learning_rate:  # another default
+            config = replace(config, lr=self.learning_rate)
+        return replace(self, config=config, others=others)
 
     def restore(self, exchange: RankExchange | None = None) -> tuple[Experiment, Path]:
         """Return the experiment, and a new log with everything up to this step.
@@ -262,7 +269,8 @@ def begin_again(log: Path, step: int) -> Path:
 def _read(path: Path, *, whole: bool = True) -> Checkpoint:
     steps, extra = read_saved(path, whole=whole)
     saved = datetime.fromisoformat(extra["saved"])
-    return Checkpoint(path, ExperimentConfig.parse(extra["config"]), steps, saved, extra.get("digests", {}))
+    config, rate = ExperimentConfig.parse(extra["config"]), extra.get("learning_rate")
+    return Checkpoint(path, config, steps, saved, rate, extra.get("digests", {}))
 
 
 def last_checkpoint(

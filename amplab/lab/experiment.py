@@ -20,7 +20,7 @@ import re
 import time
 import traceback
 from collections import Counter
-from collections.abc import Callable, Container, Iterable, Sequence, Set
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence, Set
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from difflib import get_close_matches
@@ -69,7 +69,7 @@ from amplab.lab.session_settings import (
 )
 from amplab.lab.step_rerun import StepRerun
 from amplab.lab.step_stages import StageRecorder, StepStages
-from amplab.lab.tasks import Task, TaskLoss, load_task, task_choice
+from amplab.lab.tasks import TASKS, Task, TaskLoss, load_task, task_choice
 from amplab.lab.tasks.task import drawing_alone
 from amplab.policies.nested_tensors import floating_tensors_in
 from amplab.policies.signals import is_interrupt
@@ -331,15 +331,15 @@ class Experiment:
             OSError: The file cannot be written; the last one is unchanged.
             RunStateError: A state holds a value that the file cannot hold.
         """
-        saved = self._model.state_dict()
         here = {
             "config": str(self._config),
             "digests": dict(task_choice(self._config.task).digests),
             "armed": sorted(self.armed),
             "epoch": list(self._task.epoch_of(self._batch_in_data(self._step))),
             "accumulates_since": list(self._accumulates_since),
-            "buffers": {name: each for name, each in self._model.named_buffers() if name not in saved},
+            "buffers": {name: module._buffers[key] for name, module, key in _unsaved_buffers(self._model)},
             "schedules": [*filter(is_loadable, map(_plain, (each.state_dict() for each in self._schedules())))],
+            "learning_rate": self._config.learning_rate,
             "seconds": 0.0 if self._began is None else time.perf_counter() - self._began,
         }
         save_run_state(
@@ -380,15 +380,19 @@ class Experiment:
         experiment._accumulates_since = tuple(extra.get("accumulates_since", (0, 0)))
         experiment._task.know_epoch(*extra.get("epoch", ()))  # an older checkpoint has none
         experiment._load_schedules(extra.get("schedules", []))
-        for name, buffer in experiment._model.named_buffers():
-            value = extra.get("buffers", {}).get(name)
-            if isinstance(value, Tensor) and value.shape == buffer.shape:
-                write_value(buffer, value)
+        experiment._load_buffers(extra.get("buffers", {}))
         experiment._began = time.perf_counter() - extra["seconds"]
         experiment._loss_scale = experiment._lowest_scale()
         for fault in extra["armed"]:
             experiment.inject(fault, on=True)
         return experiment, extra
+
+    def check_task(self, config: ExperimentConfig) -> None:
+        """Raise ValueError if no experiment of another config can begin, as far as that is known without its data."""
+        if config.task not in TASKS:
+            load_task(config.task, config.seed)  # raises
+        if config.task == self._config.task:
+            self._task.check_batch_size(config.batch_size)
 
     def check_switch(self, old: ExperimentConfig, new: ExperimentConfig) -> None:
         """Raise ValueError if `switch` from `old` to `new` would."""
@@ -803,6 +807,16 @@ class Experiment:
         hooks = (hook for each in self._optimizers for hooks in hooks_of(each) for hook in hooks.values())
         return list({id(each): each for hook in hooks for each in schedulers_of(hook, counting=False)}.values())
 
+    def _load_buffers(self, values: dict[str, Any]) -> None:
+        """Load those that the state_dict leaves out; in the run one may have got its value, or another shape."""
+        for name, module, key in _unsaved_buffers(self._model):
+            value, own = values.get(name), module._buffers[key]
+            if isinstance(value, Tensor) and own is not None and own.shape == value.shape:
+                write_value(own, value)
+            elif isinstance(value, Tensor):
+                device = next((each.device for each in self._model.parameters()), value.device)
+                module._buffers[key] = value.to(device if own is None else own.device)
+
     def _load_schedules(self, states: list[dict[str, Any]]) -> None:
         schedules = self._schedules()
         present = [each.state_dict() for each in schedules]
@@ -825,6 +839,13 @@ class Experiment:
             for name, value in (*model.named_parameters(), *model.named_buffers()):
                 write_value(value, current[name].to(value.dtype))
         return model
+
+
+def _unsaved_buffers(model: nn.Module) -> Iterator[tuple[str, nn.Module, str]]:
+    """Yield the name, the module and the key of each buffer that the state_dict of a model leaves out."""
+    for path, module in model.named_modules():
+        for key in module._non_persistent_buffers_set & module._buffers.keys():
+            yield f"{path}.{key}", module, key
 
 
 def _plain(state: Any) -> Any:
@@ -878,6 +899,7 @@ def _is_of_the_lab(extra: dict[str, Any]) -> bool:
         and _are(is_count, extra.get("accumulates_since", [0, 0]), (2,))
         and _are(lambda state: isinstance(state, dict), extra.get("schedules", []))
         and isinstance(extra.get("buffers", {}), dict)
+        and is_number(extra.get("learning_rate", 0.0))
         and isinstance(digests := extra.get("digests", {}), dict)
         and all(isinstance(each, str) for each in (*digests, *digests.values()))
     )

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
+from weakref import WeakKeyDictionary
 
 from torch import nn
 from torch.optim import Optimizer
@@ -44,6 +45,7 @@ class _Kernel:
         self._asked: ExperimentConfig | None = None  # for what, by the last cell that named a config
         self.trainer: Trainer | None = None
         self.own_tasks: set[str] = set()  # that have ever been: a page may show a button that begins one
+        self.offers: WeakKeyDictionary[Dashboard, str] = WeakKeyDictionary()  # tasks that a page asks whether to begin
 
     def obtain(self, config: ExperimentConfig | None, *, replaces: bool) -> tuple[Trainer, bool]:
         """Return the experiment and True if it runs or is paused, else one of `config` that is ready and False.
@@ -61,6 +63,10 @@ class _Kernel:
             if old is not None and old.state in ("running", "paused"):
                 return old, True
             if old is not None and old.state == "ready" and config in (None, old.config):
+                return old, False
+            if old is not None and old.state != "stopped" and old.has_begun:  # its runs stay beside the new one
+                old.reset(config)
+                old.wait(_LONGEST_RESET)
                 return old, False
             self.trainer = new = Trainer(config, log=runs_directory())
             if old is not None:
@@ -100,10 +106,11 @@ def open(
 
     With `model` and `data` the experiment trains a model of your own. The lab needs fresh models and optimizers for
     Reset and Compare: it calls the functions that it was given, or copies the objects as they are now. What you pass is
-    not changed. While such an experiment runs, each step seeds the generators of torch, Python and NumPy, and restores
-    them: pause it before a cell that needs random numbers of its own. In a restarted kernel a run continues with its
-    parameters and buffers, its optimizers, and schedules that step in their hooks; what a model keeps in attributes,
-    such as a counter, begins anew.
+    not changed. What `step` uses besides the model, such as a teacher, is not copied: make it a part of the model for
+    each run to begin with it as it is now. While such an experiment runs, each step seeds the generators of torch,
+    Python and NumPy, and restores them: pause it before a cell that needs random numbers of its own. In a restarted
+    kernel a run continues with its parameters and buffers, its optimizers, and schedules that step in their hooks; what
+    a model keeps in attributes, such as a counter, begins anew.
 
     Args:
         config: An `ExperimentConfig`, or its string as a dashboard's `config()` returns it; None for the default one.
@@ -133,7 +140,7 @@ def open(
     if model is not None:
         if data is None:
             raise TypeError(f"open(model=…) without data=: expected the batches to train on as well; {_OWN_CALL}.")
-        forget_own(tasks_in_use())
+        forget_own(tasks_in_use() | {*_kernel.offers.values()})
         own = register_own(model, **parts, taken=_kernel.own_tasks)
         _kernel.own_tasks.add(own)
         wanted = _of_own(wanted, own)
@@ -143,6 +150,8 @@ def open(
     opened = dashboard(trainer)
     if has_begun:
         opened.offer(None if wanted == trainer.config else wanted)
+        if wanted is not None:
+            _kernel.offers[opened] = wanted.task
     elif not trainer.kept.runs and (saved := last_checkpoint(runs_directory(), partial(_as_here, trainer.config))):
         opened.offer_saved(saved)
     return opened

@@ -41,6 +41,7 @@ from amplab.lab.tasks.task import drawing_alone
 from amplab.optimizers import FusedOptimizer
 from amplab.optimizers.group_settings import learning_rate
 from amplab.policies.signals import is_interrupt
+from amplab.trace.forwarded_modules import buffers_kept
 from amplab.trace.handed_step import Loss, ModelGroup, as_model, handed_step
 from amplab.trace.random_states import devices_in_use, random_states_kept, seed_all
 
@@ -100,6 +101,7 @@ class OwnTask(Task):
             for number, (model, loss, step) in enumerate(given)
         )
         self._devices: tuple[torch.device, ...] = ()
+        self._trained: dict[str, list[str]] = {}  # the parameters of each model; a step may freeze some for a while
 
     def batch(self, step: int, batch_size: int) -> Any:  # noqa: ARG002  the data have batches already
         """Return the batch of a step."""
@@ -121,7 +123,10 @@ class OwnTask(Task):
     def optimizers(self, model: nn.Module, make: MakeOptimizer | None) -> list[Optimizer]:
         """Return an optimizer for each model that has one of its own."""
         self._devices = tuple({each.device for each in model.parameters() if each.device.type != "cpu"})
-        return [self._optimizer(_trained(model, name), name, make) for name in self._code.trained]
+        if not self._trained:
+            self._trained = {name: [*_trained(model, name)] for name in self._code.trained}
+        weights = {name: [model.get_parameter(each) for each in names] for name, names in self._trained.items()}
+        return [self._optimizer(each, name, make) for name, each in weights.items()]
 
     def measure(self, model: nn.Module) -> float:
         """Return what `evaluate` returns."""
@@ -146,7 +151,7 @@ class OwnTask(Task):
     def _optimizer(self, weights: Sequence[Tensor], name: str, make: MakeOptimizer | None) -> Optimizer:
         given = self._code.optimizers.get(name) if make is None else make
         if isinstance(given, Optimizer) and self._code.given_model is not None:
-            return _moved(given, _trained(self._code.given_model, name), weights)
+            return _moved(given, [*_trained(self._code.given_model, name).values()], weights)
         if given is None or isinstance(given, Optimizer):
             raise ValueError("no optimizer= was given; choose one by name.")
         optimizer = given(list(weights))
@@ -236,6 +241,7 @@ def forget_own(in_use: set[str]) -> None:
 
 
 def _checked(model: Any, data: Any, loss: Any, step: Any, optimizer: Any, evaluate: Any) -> OwnCode:
+    _check_loss(loss)
     several = isinstance(step, Mapping)
     steps = (
         {name: [*each] if isinstance(each, list | tuple) else [each] for name, each in step.items()}
@@ -317,6 +323,17 @@ def _check_parameters(model: nn.Module, makers: dict[str, Any]) -> None:
             )
 
 
+def _check_loss(loss: Any) -> None:
+    if isinstance(loss, nn.Module):
+        trained = [name for name, each in loss.named_parameters() if each.requires_grad]
+        if trained:
+            raise ValueError(
+                f"loss={type(loss).__name__}: has parameters to train ({', '.join(trained[:3])}), and the optimizer "
+                "gets those of the model; make it a part of the model and pass step=, or freeze it with "
+                "loss.requires_grad_(False)."
+            )
+
+
 def _check_names(code: OwnCode, model: nn.Module) -> None:
     models = dict(model.named_children()) if isinstance(model, ModelGroup) else {}
     unknown = [name for name in (*code.trained, *code.optimizers) if name and name not in models]
@@ -353,8 +370,9 @@ def _check_fresh(model: nn.Module, earlier: Sequence[ReferenceType[Tensor]]) -> 
 
 def _try_one_step(task: OwnTask, model: nn.Module) -> Any:
     """Run the forward of every loss once; return the batch."""
-    for loss in task.losses:
-        loss.of(model, task.batch(0, 0))
+    with buffers_kept(model):
+        for loss in task.losses:
+            loss.of(model, task.batch(0, 0))
     return task.batch(0, 0)
 
 
@@ -393,8 +411,8 @@ def _loss_of(loss: Loss | None, step: Loss | None) -> Callable[[nn.Module, Any],
 
 
 def _own(loss: Loss | None, copies: dict[int, Any]) -> Loss | None:
-    """Return a copy of a loss whose forward may change its buffers, with which each run begins as given."""
-    if isinstance(loss, nn.Module) and next(loss.buffers(), None) is not None:
+    """Return a copy of a loss that is a module: its forward may change its buffers, and each run begins as given."""
+    if isinstance(loss, nn.Module):
         copied: Loss = copy.deepcopy(loss, copies)
         return copied
     return loss
@@ -405,9 +423,10 @@ def _name_of_loss(model: str, number: int, code: OwnCode) -> str:
     return (f"{model} {same.index(number) + 1}" if len(same) > 1 else model) or "loss"
 
 
-def _trained(model: nn.Module, name: str) -> list[nn.Parameter]:
-    """Return the parameters to train of a model, or of one of several by its name."""
-    return [each for each in (model.get_submodule(name) if name else model).parameters() if each.requires_grad]
+def _trained(model: nn.Module, name: str) -> dict[str, nn.Parameter]:
+    """Return the parameters to train of a model, or of one of several by its name, by their names in all."""
+    found = (model.get_submodule(name) if name else model).named_parameters(prefix=name)
+    return {path: each for path, each in found if each.requires_grad}
 
 
 def _moved(optimizer: Optimizer, old: Sequence[Tensor], new: Sequence[Tensor]) -> Optimizer:

@@ -213,6 +213,13 @@ class Trainer:
         return self._name
 
     @property
+    def has_begun(self) -> bool:
+        """Whether there was a step, a change or a comparison: a run, or a list of changes, that a new trainer lacks."""
+        return (
+            self._steps_made > 0 or self.comparison is not None or bool(self._kept.runs) or self.last_change is not None
+        )
+
+    @property
     def last_change(self) -> str | None:
         """What `undo` would take back, in words; None for nothing."""
         return self._changes.last
@@ -365,6 +372,10 @@ class Trainer:
         Args:
             config: The new experiment; None for the current one.
             name: Name of the new run among the kept ones; None for the next number.
+
+        Raises:
+            ValueError: Its task is code of one's own that this process does not have, or its batch is larger than the
+                training set.
         """
         self._reset(config or self._wanted, lambda: self._rebuild(config or self.config, name))
 
@@ -378,6 +389,7 @@ class Trainer:
             self._reset(self._wanted.changed(**fields), lambda: self._with_changed(fields, self._rebuild))
 
     def _reset(self, wanted: ExperimentConfig, rebuild: Callable[[], object]) -> None:
+        self._experiment.check_task(wanted)
         with self._lock:
             self._wanted = wanted
             self._queue(rebuild)
@@ -786,6 +798,8 @@ class Trainer:
             experiment = Experiment(config, exchange=self._exchange)
         except BaseException:  # noqa: BLE001 - as a task without its data; the present run is whole
             text = f"The new run cannot begin; a reset keeps the present one.\n{traceback.format_exc()}"
+            if self._exchange is None:
+                self._save(at_rest=True)  # a failed run is not saved any more
             self._end_in_failure(Failed(text, fatal=True))
             return False
         replaced = self._retire()

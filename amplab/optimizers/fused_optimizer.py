@@ -293,6 +293,11 @@ class FusedOptimizer(Optimizer):
         super().add_param_group(param_group)
         self._refuse(self.param_groups[-1])
 
+    def __getstate__(self) -> dict[str, Any]:
+        """Return what a pickle contains; torch's leaves out attributes."""
+        state: dict[str, Any] = super().__getstate__()
+        return state | ({"keeps_grads_scaled": True} if self.keeps_grads_scaled else {})
+
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Set the state of any optimizer of the same rule."""
         defaults = state.get("defaults") or self.defaults  # a pickle has them, a state_dict does not

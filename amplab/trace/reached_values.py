@@ -8,7 +8,7 @@ from typing import Any
 
 from torch.optim.lr_scheduler import LRScheduler
 
-__all__ = ["reached_from"]
+__all__ = ["cell_contents", "reached_from"]
 
 _MOST_ELEMENTS = 1_000  # of a container: a list of examples is long
 _DEPTH = 4
@@ -42,7 +42,7 @@ def _named_in(value: Any, names: Container[str] | None) -> Iterator[Any]:
         yield from _own_methods(value)
     elif isinstance(value, types.FunctionType):
         yield from (value.__globals__[name] for name in value.__code__.co_names if name in value.__globals__)
-        yield from _in_cells(value)
+        yield from cell_contents(value)
     elif isinstance(value, list | tuple | set):
         yield from islice(value, _MOST_ELEMENTS)
     elif isinstance(value, dict):
@@ -62,7 +62,8 @@ def _own_methods(method: types.MethodType) -> Iterator[types.MethodType]:
 _NO_CODE = compile("", "", "exec")
 
 
-def _in_cells(function: types.FunctionType) -> Iterator[Any]:
+def cell_contents(function: types.FunctionType) -> Iterator[Any]:
+    """The values of the variables that a function has from those around it."""
     for cell in function.__closure__ or ():
         try:
             yield cell.cell_contents

@@ -237,10 +237,11 @@ class Presenter:
         self._board.remove(message["id"])
         if not self._board.has_kind("offer"):
             self.unanswered = None
-        if message["type"] == "new":
-            self._trainer.reset(self._wanted)
-        elif message["type"] == "reset":
-            self._trainer.reset()
+        if message["type"] in ("new", "reset"):
+            try:
+                self._trainer.reset(self._wanted if message["type"] == "new" else None)
+            except ValueError as refusal:  # its code is not here any more
+                self._put_failure(Failed(str(refusal), attempted=True))
         elif message["type"] == "continue" and self._saved is not None:
             saved, self._saved = self._saved, None  # once: a second press may come before the page has drawn
             self._trainer.continue_saved(saved)

@@ -6,6 +6,7 @@ import os
 import random
 import sys
 from collections.abc import Iterator
+from functools import partial
 
 import numpy as np
 import pytest
@@ -494,18 +495,35 @@ def test_a_look_changes_no_buffer_that_a_loss_uses(look, kind):
 class Counting(nn.Module):
     """Has a buffer that its state_dict leaves out."""
 
+    first: Tensor | None = torch.zeros(())
+
     def __init__(self):
         super().__init__()
         self.tagger = Tagger()
-        self.register_buffer("steps", torch.zeros(()), persistent=False)
+        self.register_buffer("steps", self.first, persistent=False)
 
     def forward(self, ids):
-        self.steps += 1
+        self.steps = torch.ones(()) if self.steps is None else self.steps + 1
         return self.tagger(ids) / self.steps
 
 
-def test_a_buffer_outside_of_the_state_dict_goes_on_after_a_restart(tmp_path):
-    config = registered(Counting, TAGS, loss=F.cross_entropy)
+class Late(Counting):
+    first = None
+
+
+class Queue(Counting):
+    """A memory bank that grows."""
+
+    first = torch.zeros(0)
+
+    def forward(self, ids):
+        self.steps = torch.cat([self.steps, torch.ones(1)])
+        return self.tagger(ids) / self.steps.sum()
+
+
+@pytest.mark.parametrize("kind", [Counting, Late, Queue])
+def test_a_buffer_outside_of_the_state_dict_goes_on_after_a_restart(kind, tmp_path):
+    config = registered(kind, TAGS, loss=F.cross_entropy)
     whole, first = Experiment(config), Experiment(config)
     for _ in range(3):
         first.step()
@@ -549,6 +567,157 @@ def test_a_model_that_cannot_be_made_leaves_the_present_run_when_another_is_to_c
     assert trainer.wait(10)
     assert "KeyError" in trainer.failures[-1].text
     assert len(trainer.run(2)) == 5
+
+
+class Scaled:
+    """A loss that is a callable object."""
+
+    def __init__(self, factor):
+        self.factor = factor
+
+    def __call__(self, output, labels):
+        return F.cross_entropy(output, labels) * self.factor
+
+
+def scaled(output, labels, factor=1.0):
+    return F.cross_entropy(output, labels) * factor
+
+
+def closed_over(factor):
+    return lambda output, labels: F.cross_entropy(output, labels) * factor
+
+
+class Tempered(Tagger):
+    def __init__(self, temperature):
+        super().__init__()
+        self.temperature = temperature
+
+    def forward(self, ids):
+        return super().forward(ids) / self.temperature
+
+
+RATE = 0.1
+
+
+def of_a_global(weights):
+    return torch.optim.SGD(weights, lr=RATE)
+
+
+@pytest.mark.parametrize(
+    ("part", "one", "other"),
+    [
+        ("loss", nn.CrossEntropyLoss, lambda: nn.CrossEntropyLoss(label_smoothing=0.3)),
+        ("loss", lambda: nn.CrossEntropyLoss(torch.ones(20)), lambda: nn.CrossEntropyLoss(torch.arange(20.0))),
+        ("loss", lambda: Scaled(1.0), lambda: Scaled(2.0)),
+        ("loss", lambda: partial(scaled, factor=1.0), lambda: partial(scaled, factor=2.0)),
+        ("loss", lambda: closed_over(1.0), lambda: closed_over(2.0)),
+        ("loss", lambda: scaled, lambda: F.cross_entropy),
+        ("model", lambda: Tempered(1.0), lambda: Tempered(2.0)),
+        ("model", lambda: Tempered(1.0), Tagger),
+        ("data", lambda: TAGS, lambda: TAGS[::-1]),
+        ("optimizer", lambda: of_a_global, lambda: torch.optim.SGD),
+    ],
+)
+def test_a_part_that_is_another_has_another_digest(part, one, other):
+    def digests(value):
+        parts = {"model": Tagger, "data": TAGS, "loss": F.cross_entropy} | {part: value}
+        return TASKS[registered(**parts).task].digests
+
+    first = digests(one())
+    assert digests(one()) == first
+    assert {name for name, value in digests(other()).items() if first[name] != value} == {part}
+
+
+def test_a_number_that_a_function_names_belongs_to_it(monkeypatch):
+    first = TASKS[registered(Tagger, TAGS, loss=F.cross_entropy, optimizer=of_a_global).task].digests
+    monkeypatch.setitem(globals(), "RATE", 0.2)
+    second = TASKS[registered(Tagger, TAGS, loss=F.cross_entropy, optimizer=of_a_global).task].digests
+    assert [name for name in first if first[name] != second[name]] == ["optimizer"]
+
+
+def test_open_changes_no_teacher_of_a_step_and_refuses_a_loss_with_weights():
+    teacher = nn.Sequential(nn.Embedding(20, 8), nn.Flatten(0, 1), nn.BatchNorm1d(8))
+    registered(Tagger(), TAGS, step=lambda model, batch: model(batch[0]).mean() + teacher(batch[0]).mean())
+    assert int(teacher[2].num_batches_tracked) == 0
+    criterion = nn.Sequential(nn.Linear(5, 1))
+    with pytest.raises(ValueError, match=r"has parameters to train \(0.weight, 0.bias\).*part of the model"):
+        registered(Tagger(), TAGS, loss=criterion)
+
+
+@pytest.mark.filterwarnings("ignore:Adam on half parameters")
+@pytest.mark.parametrize("state", ["ready", "failed", "comparing"])
+def test_a_cell_that_runs_again_keeps_the_runs_beside_the_present_one(kernel, state):
+    fails = []
+
+    def loss(output, labels):
+        if fails:
+            raise ArithmeticError("a slip")
+        return F.cross_entropy(output, labels)
+
+    def opened():
+        dashboard = amplab.lab.open(model=Tagger, data=TAGS, loss=loss)
+        dashboard.close()
+        return dashboard.trainer
+
+    trainer = opened()
+    trainer.run(3)
+    trainer.reset()
+    if state == "failed":
+        fails.append(True)
+        with pytest.raises(RuntimeError):
+            trainer.run(1)
+        fails.clear()
+    elif state == "comparing":
+        trainer.compare(steps=3)
+    again = opened()
+    assert again.wait(30)
+    assert [len(run.history) for run in again.kept.runs][:1] == [3]
+    assert sum(run.is_compared for run in again.kept.runs) == (6 if state == "comparing" else 0)
+    assert len(again.run(2)) == 2
+    assert again.config.task == "own-2"
+
+
+def test_an_optimizer_that_is_chosen_while_a_part_is_frozen_trains_all():
+    def alternating(model, batch):
+        for number, part in enumerate((model.words, model.out)):
+            part.requires_grad_(number == alternating.step % 2)
+        alternating.step += 1
+        return F.cross_entropy(model(batch[0]), batch[1])
+
+    alternating.step = 0
+    experiment = Experiment(registered(Tagger(), TAGS, step=alternating).changed(opt_level="O0"))
+    experiment.step()
+    experiment.switch(experiment.config.changed(optimizer="sgd"))
+    assert len(experiment.optimizer.param_groups[0]["params"]) == len([*experiment.model.parameters()])
+
+
+def test_a_setting_that_cannot_begin_here_is_refused_and_the_run_goes_on(tmp_path):
+    trainer = Trainer(registered(Tagger(), TAGS, loss=F.cross_entropy), log=tmp_path)
+    trainer.run(3)
+    for text in ("amplab/1 task=own-7 model=net", "amplab/1 task=digits batch_size=60000"):
+        config = ExperimentConfig.parse(text)
+        if config.task != "digits":
+            with pytest.raises(ValueError, match="open it again"):
+                trainer.reset(config)
+    assert len(trainer.run(2)) == 5
+    digits = Trainer(ExperimentConfig(hidden=4))
+    digits.run(2)
+    with pytest.raises(ValueError, match="60000"):
+        digits.reset(ExperimentConfig(hidden=4, batch_size=60000))
+    assert len(digits.run(2)) == 4
+
+
+def test_an_offer_of_an_older_cell_can_begin(kernel):
+    dashboards = [amplab.lab.open(model=Tagger, data=TAGS, loss=F.cross_entropy)]
+    trainer = dashboards[0].trainer
+    trainer.run(2)
+    dashboards += [amplab.lab.open(model=lambda: nn.Sequential(Tagger()), data=TAGS, loss=F.cross_entropy)]
+    dashboards += [amplab.lab.open(model=Tagger, data=TAGS, loss=F.cross_entropy)]
+    trainer.reset(ExperimentConfig(task="own-2"))
+    assert len(trainer.run(1)) == 1
+    assert isinstance(trainer._experiment.model, nn.Sequential)
+    for each in dashboards:
+        each.close()
 
 
 def test_a_run_is_offered_under_another_name_with_the_parts_that_are_others(kernel, tmp_path, monkeypatch):

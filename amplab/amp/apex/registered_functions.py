@@ -274,7 +274,7 @@ class Replacements:
     """
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # a signal's handler may call `amp.reset` in it
         self._held: dict[tuple[int, str], _Replacement] = {}
 
     def hold(self, holder: object, registrations: Iterable[Registration]) -> None:
