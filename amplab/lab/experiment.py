@@ -19,7 +19,6 @@ import operator
 import re
 import time
 import traceback
-from collections import Counter
 from collections.abc import Callable, Container, Iterable, Iterator, Sequence, Set
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -31,14 +30,11 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LRScheduler
 
 from amplab.amp import MemoryUse, ScaleRecord, Session, load_run_state, save_run_state
-from amplab.amp.apex.before_initialize import hooks_of
 from amplab.amp.backward.optimizer_params import params_of
-from amplab.amp.run_state.file_format import RunStateError, is_loadable, read_run_state
+from amplab.amp.run_state.file_format import RunStateError, read_run_state
 from amplab.diagnose import Findings, FirstNonfinite, TwinReport, doctor, twin
-from amplab.diagnose.train_step.schedules import schedulers_of
 from amplab.formats.exponents import BINS, LOWEST_EXPONENT
 from amplab.kernels import tensor_stats
 from amplab.lab.config import FIELDS, OWN, ExperimentConfig
@@ -60,6 +56,7 @@ from amplab.lab.models import MODELS, build_model
 from amplab.lab.past_skips import PastSkip, PastSkips
 from amplab.lab.rank_exchange import RankExchange
 from amplab.lab.run_log.json_lines import is_count, is_number
+from amplab.lab.schedule_states import left_out, load_states, schedules_in_hooks, states_of
 from amplab.lab.session_settings import (
     kept_scales,
     needs_new_session,
@@ -124,6 +121,7 @@ class Experiment:
             gradients are averaged. n ranks train the same as one process that accumulates n times as many batches.
 
     Attributes:
+        left_out: What a checkpoint could not hold, of a loaded experiment.
         score_failure: The traceback of the last score that could not be measured in a step; "" if there is none.
 
     Raises:
@@ -160,7 +158,7 @@ class Experiment:
         self._mixed_scales: MixedScales | None = None
         self._recorder: StageRecorder | None = None
         self._past = PastSkips()
-        self.score_failure = ""
+        self.score_failure, self.left_out = "", tuple[str, ...]()
         self._scalers_before: tuple[ScaleState, ...] = ()
         self._given: Sequence[Any] | None = None  # batches of a step that runs again
 
@@ -331,6 +329,7 @@ class Experiment:
             OSError: The file cannot be written; the last one is unchanged.
             RunStateError: A state holds a value that the file cannot hold.
         """
+        schedules = schedules_in_hooks(self._optimizers)
         here = {
             "config": str(self._config),
             "digests": dict(task_choice(self._config.task).digests),
@@ -338,7 +337,8 @@ class Experiment:
             "epoch": list(self._task.epoch_of(self._batch_in_data(self._step))),
             "accumulates_since": list(self._accumulates_since),
             "buffers": {name: module._buffers[key] for name, module, key in _unsaved_buffers(self._model)},
-            "schedules": [*filter(is_loadable, map(_plain, (each.state_dict() for each in self._schedules())))],
+            "schedules": states_of(schedules),
+            "left_out": left_out(schedules),
             "learning_rate": self._config.learning_rate,
             "seconds": 0.0 if self._began is None else time.perf_counter() - self._began,
         }
@@ -379,7 +379,8 @@ class Experiment:
         experiment._step, experiment._measure_memory_until = state.position, state.position + 2
         experiment._accumulates_since = tuple(extra.get("accumulates_since", (0, 0)))
         experiment._task.know_epoch(*extra.get("epoch", ()))  # an older checkpoint has none
-        experiment._load_schedules(extra.get("schedules", []))
+        load_states(schedules_in_hooks(experiment._optimizers), extra.get("schedules", []))
+        experiment.left_out = tuple(extra.get("left_out", ()))
         experiment._load_buffers(extra.get("buffers", {}))
         experiment._began = time.perf_counter() - extra["seconds"]
         experiment._loss_scale = experiment._lowest_scale()
@@ -397,7 +398,11 @@ class Experiment:
     def check_switch(self, old: ExperimentConfig, new: ExperimentConfig) -> None:
         """Raise ValueError if `switch` from `old` to `new` would."""
         refuse_new_weights(old, new)
-        if old.learning_rate != new.learning_rate and old.optimizer == new.optimizer == OWN and self._schedules():
+        if (
+            old.learning_rate != new.learning_rate
+            and old.optimizer == new.optimizer == OWN
+            and schedules_in_hooks(self._optimizers)
+        ):
             raise SettingRefused(
                 f"lr={new.learning_rate:g}: a schedule sets the learning rate, in a hook of your optimizer; change it "
                 "there, and open the lab again.",
@@ -802,11 +807,6 @@ class Experiment:
                 if "momentum" in group and config.optimizer != OWN:
                     group["momentum"] = config.momentum
 
-    def _schedules(self) -> list[LRScheduler]:
-        """Return the schedules that hooks of the optimizers step."""
-        hooks = (hook for each in self._optimizers for hooks in hooks_of(each) for hook in hooks.values())
-        return list({id(each): each for hook in hooks for each in schedulers_of(hook, counting=False)}.values())
-
     def _load_buffers(self, values: dict[str, Any]) -> None:
         """Load those that the state_dict leaves out; in the run one may have got its value, or another shape."""
         for name, module, key in _unsaved_buffers(self._model):
@@ -816,13 +816,6 @@ class Experiment:
             elif isinstance(value, Tensor):
                 device = next((each.device for each in self._model.parameters()), value.device)
                 module._buffers[key] = value.to(device if own is None else own.device)
-
-    def _load_schedules(self, states: list[dict[str, Any]]) -> None:
-        schedules = self._schedules()
-        present = [each.state_dict() for each in schedules]
-        if [each.keys() for each in present] == [each.keys() for each in states]:
-            for schedule, state, own in zip(schedules, states, present, strict=True):
-                schedule.load_state_dict(_in_form_of(own, state))
 
     def _float32_copy(self, model: nn.Module | None = None) -> nn.Module:
         """Return another model with the current weights in float32 (the masters if there are any) and buffers.
@@ -846,24 +839,6 @@ def _unsaved_buffers(model: nn.Module) -> Iterator[tuple[str, nn.Module, str]]:
     for path, module in model.named_modules():
         for key in module._non_persistent_buffers_set & module._buffers.keys():
             yield f"{path}.{key}", module, key
-
-
-def _plain(state: Any) -> Any:
-    """Return a state with the dicts of torch's classes as dicts: MultiStepLR has a Counter."""
-    if isinstance(state, dict):
-        return {name: _plain(value) for name, value in state.items()}
-    return [_plain(each) for each in state] if isinstance(state, list) else state
-
-
-def _in_form_of(own: Any, state: Any) -> Any:
-    """Return a state from `_plain` with the classes that another one of its owner has."""
-    if isinstance(own, Counter) and isinstance(state, dict):
-        return Counter(state)
-    if isinstance(own, dict) and isinstance(state, dict):
-        return {name: _in_form_of(own.get(name), value) for name, value in state.items()}
-    if isinstance(own, list) and isinstance(state, list) and len(own) == len(state):
-        return [_in_form_of(one, each) for one, each in zip(own, state, strict=True)]
-    return state
 
 
 def read_saved(path: Path, *, whole: bool = True) -> tuple[int, dict[str, Any]]:
@@ -898,6 +873,7 @@ def _is_of_the_lab(extra: dict[str, Any]) -> bool:
         and _are(is_count, extra.get("epoch", []), (0, 2))
         and _are(is_count, extra.get("accumulates_since", [0, 0]), (2,))
         and _are(lambda state: isinstance(state, dict), extra.get("schedules", []))
+        and _are(lambda name: isinstance(name, str), extra.get("left_out", []))
         and isinstance(extra.get("buffers", {}), dict)
         and is_number(extra.get("learning_rate", 0.0))
         and isinstance(digests := extra.get("digests", {}), dict)

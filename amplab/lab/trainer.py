@@ -882,6 +882,9 @@ class Trainer:
         self._record_replacing(f"Continued the {saved.name}", replaced, previous)
         self._runs_begun += 1
         self._present(saved.name.capitalize(), experiment, store, previous)
+        if experiment.left_out:
+            text = f"The {saved.name} continues, and {', '.join(experiment.left_out)} begins anew"
+            self._publisher.publish(Failed(f"{text}: a checkpoint holds numbers, tensors and text.", attempted=True))
         if self._exchange is not None:
             store.restart(step=experiment.steps_done)
         with self._lock:

@@ -10,14 +10,14 @@ Reference: torch.utils.swap_tensors.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from amplab.parallel.ranks import exchanges_in_forward
+from amplab.parallel.ranks import exchanges_in_forward, has_other_ranks
 from amplab.trace.as_found import Undo
 from amplab.trace.engines import clear_cast_caches
 
@@ -67,10 +67,13 @@ def stand_ins(tensors: Iterable[Tensor], *, copied: bool = False) -> Iterator[No
     """Let the block change the dtypes of `tensors`, leaves of autograd; after it each is what it was. Sync: none.
 
     Args:
-        tensors: parameters and buffers; those of a subclass of Tensor, such as the shards of FSDP2, stay, and those to
-            which something in C++ has a weak reference.
+        tensors: parameters and buffers; those of a subclass of Tensor, such as the shards of FSDP2, stay, and in a
+            single process those to which something in C++ has a weak reference.
         copied: whether the block gets copies of the values. Otherwise it has the same memory, so that it must be
             inside of `untouched`, which restores the values.
+
+    Raises:
+        RuntimeError: of several ranks, if something in C++ has a weak reference to one.
     """
     storages: dict[int, torch.UntypedStorage] = {}
     with Undo() as undo:
@@ -81,9 +84,19 @@ def stand_ins(tensors: Iterable[Tensor], *, copied: bool = False) -> Iterator[No
                 if tensor.is_leaf and type(tensor.data) is Tensor:
                     stand_in = _StandIn.of(tensor, _copy(tensor, storages) if copied else tensor.data)
                     undo.add(stand_in.end)
-                    with suppress(RuntimeError):
+                    try:
                         stand_in.swap()
+                    except RuntimeError as refusal:
+                        if has_other_ranks():
+                            raise RuntimeError(_REFERRED) from refusal
         yield
+
+
+_REFERRED = (
+    "something refers to a parameter from C++, as torch.profiler.profile(record_shapes=True) and with_stack=True do; a "
+    "tool would take the exchange of its gradients from the other ranks. Call it where no such profile exists: end it, "
+    "and drop the object."
+)
 
 
 def _copy(tensor: Tensor, storages: dict[int, torch.UntypedStorage]) -> Tensor:

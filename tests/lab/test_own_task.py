@@ -5,6 +5,7 @@ import math
 import os
 import random
 import sys
+from collections import deque
 from collections.abc import Iterator
 from functools import partial
 
@@ -361,6 +362,22 @@ class Drawn(nn.Module):
 
     def forward(self, ids):
         return self.out(self.words(ids)).transpose(1, 2)
+
+
+def test_what_a_checkpoint_cannot_hold_of_a_schedule_is_told(tmp_path, listen):
+    def optimizer(weights):
+        stepped = torch.optim.SGD(weights, lr=0.1)
+        schedule = lr_scheduler.ConstantLR(stepped)
+        schedule.generator = torch.Generator()
+        stepped.register_step_post_hook(lambda *_: schedule.step())
+        return stepped
+
+    trainer = Trainer(registered(Tagger(), TAGS, loss=F.cross_entropy, optimizer=optimizer), log=tmp_path)
+    trainer.run(3)
+    ear = listen(trainer)
+    trainer.continue_saved(checkpoints._read(trainer.log_path.with_suffix(".checkpoint")))
+    assert trainer.wait(10)
+    assert "continues, and ConstantLR.generator begins anew" in ear.of(Failed)[0].text
 
 
 class Noisy(torch.optim.SGD):
@@ -860,7 +877,39 @@ def test_a_comparison_goes_on_though_many_runs_are_kept_meanwhile():
     assert trainer.comparison is None
 
 
+class Noam(lr_scheduler.LRScheduler):
+    """Has a function, a deque and a number of NumPy in its attributes."""
+
+    def __init__(self, optimizer):
+        self.factor, self.recent, self.scale = (lambda step: 1 / (1 + step)), deque(maxlen=3), np.float64(1.0)
+        super().__init__(optimizer)
+
+    def get_lr(self):
+        self.recent.append(self.last_epoch)
+        self.scale = self.scale * 0.9
+        return [0.1 * self.factor(sum(self.recent)) * self.scale for _ in self.base_lrs]
+
+
+class Warmup:
+    """No LRScheduler, as those of timm."""
+
+    def __init__(self, optimizer):
+        self.optimizer, self.steps = optimizer, 0
+
+    def step(self):
+        self.steps += 1
+        self.optimizer.param_groups[0]["lr"] = 0.01 * self.steps
+
+    def state_dict(self):
+        return {"steps": self.steps}
+
+    def load_state_dict(self, state):
+        self.steps = state["steps"]
+
+
 SCHEDULES = {
+    "with a function": Noam,
+    "of another class": Warmup,
     "linear": lambda optimizer: lr_scheduler.LinearLR(optimizer, 1.0, 0.01, total_iters=12),
     "at milestones": lambda optimizer: lr_scheduler.MultiStepLR(optimizer, [2, 7, 9]),
     "one after another": lambda optimizer: lr_scheduler.SequentialLR(

@@ -218,3 +218,24 @@ def train_on(rank, tool):
 @pytest.mark.parametrize("tool", TOOLS)
 def test_ddp_averages_the_gradients_after_a_tool(tool):
     run_ranks(train_on, tool)
+
+
+def train_in_a_profile(rank, tool):
+    """The profiler refers to the parameters, so that no tensor can be put in their place."""
+    model, x = nn.parallel.DistributedDataParallel(model_of()), torch.full((2, 4), float(rank + 1))
+    with torch.profiler.profile(record_shapes=True):
+        model(x).sum().backward()
+        model.zero_grad()
+        with pytest.raises(RuntimeError, match=r"torch\.profiler\.profile\(record_shapes=True\).*drop the object"):
+            TOOLS[tool](model, x)
+        model(x).square().sum().backward()
+    gradient = model.module[0].weight.grad
+    both = [torch.empty_like(gradient) for _ in range(2)]
+    torch.distributed.all_gather(both, gradient)
+    assert torch.equal(*both)
+    assert gradient.count_nonzero()
+
+
+@pytest.mark.parametrize("tool", TOOLS)
+def test_a_tool_of_several_ranks_is_refused_in_a_profile_of_shapes(tool):
+    run_ranks(train_in_a_profile, tool)

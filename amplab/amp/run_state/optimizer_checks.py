@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import chain
 from typing import Any, TypeGuard, TypeVar
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
@@ -33,9 +34,17 @@ def dtype_kind(tensor: Tensor) -> str:
 
 
 def optimizer_entry(optimizer: Optimizer) -> dict[str, Any]:
-    """Return the saved form of an optimizer: its class, the shapes of each group's parameters, and its state_dict."""
+    """Return the saved form of an optimizer: its class, the shapes of each group's parameters, and its state_dict.
+
+    A number of NumPy in a group, as a schedule sets it, becomes Python's.
+    """
     shapes = [[list(param.shape) for param in group["params"]] for group in optimizer.param_groups]
-    return {"class": type(optimizer).__name__, "shapes": shapes, "state": optimizer.state_dict()}
+    state = optimizer.state_dict()
+    groups = [
+        {name: value.item() if isinstance(value, np.generic) else value for name, value in group.items()}
+        for group in state["param_groups"]
+    ]
+    return {"class": type(optimizer).__name__, "shapes": shapes, "state": {**state, "param_groups": groups}}
 
 
 def optimizer_problems(optimizers: Sequence[Optimizer], saved: Any) -> Iterator[str]:

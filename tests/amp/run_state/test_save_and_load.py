@@ -366,3 +366,14 @@ def test_the_same_names_in_another_order_are_refused_and_other_names_are_not(tmp
     wrapped, prefixed = made("ab", "module.")
     amp.load_run_state(tmp_path / "run.pt", model=wrapped, optimizer=prefixed)
     assert torch.equal(wrapped["a"].weight, model["a"].weight)
+
+
+def test_a_learning_rate_of_numpy_is_saved_as_a_number(tmp_path):
+    parameter = torch.nn.Parameter(torch.ones(1))
+    optimizer = torch.optim.SGD([parameter], lr=0.1)
+    optimizer.param_groups[0]["lr"] = np.float64(0.3) * 0.9
+    amp.save_run_state(tmp_path / "run.pt", optimizer=optimizer)
+    other = torch.optim.SGD([parameter], lr=0.1)
+    amp.load_run_state(tmp_path / "run.pt", optimizer=other)
+    assert other.param_groups[0]["lr"] == 0.3 * 0.9
+    assert type(other.param_groups[0]["lr"]) is float
