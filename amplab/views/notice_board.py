@@ -91,9 +91,10 @@ def saved_offer(name: str, config: str, step: int, others: Sequence[str] = ()) -
     'Continue the run of 14:05 at step 12,300?'
     """
     text = f"Its kernel has ended: {config}. Continue it, then press Start to train on."
-    if others:
-        parts = ", ".join(f"{each}=" for each in others)
+    if parts := ", ".join(f"{each}=" for each in others if each != "optimizer"):
         text += f" It was trained with another {parts}: its next steps use what this cell has."
+    if "optimizer" in others:
+        text += " Its optimizer= was another: the optimizer of this cell goes on with the settings that were saved."
     choices = (("continue", "Continue it"), ("dismiss", "Dismiss"))
     return Notice("offer", f"Continue the {name} at step {step:,}?", text, choices=choices)
 

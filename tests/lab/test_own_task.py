@@ -776,6 +776,7 @@ def test_a_run_is_offered_under_another_name_with_the_parts_that_are_others(kern
     opened(loss=lambda output, labels: F.cross_entropy(output, labels) * 2, data=TAGS[::-1])
     assert offered[-1].others == ("data", "loss")
     assert "trained with another data=, loss=: its next" in saved_offer("run", "", 4, offered[-1].others).text
+    assert "goes on with the settings that were saved" in saved_offer("run", "", 4, ("optimizer",)).text
     offered.clear()
     opened(model=lambda: nn.Sequential(Tagger()))
     assert not offered
