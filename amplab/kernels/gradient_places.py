@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from amplab.kernels.operators import define_operator
-from amplab.kernels.tensor_table import TensorTableHandle
+from amplab.kernels.tensor_table import TensorTableHandle, delete_unseen
 
 __all__ = ["GradientPlaces", "Whereabouts"]
 
@@ -129,6 +129,10 @@ class GradientPlaces:
             if self._delete is not None:
                 self._delete()
             self._tables, self._places = tables, _OPS.make_gradient_places.default(*tables, self._offsets, _CPU)
-            self._delete = weakref.finalize(self, _OPS.delete_gradient_places.default, self._places, _CPU)
+            self._delete = weakref.finalize(self, _delete, self._places)
             self._delete.atexit = False
         return self._places
+
+
+def _delete(places: int) -> None:
+    delete_unseen(_OPS.delete_gradient_places.default, places)

@@ -19,6 +19,7 @@ strided, without gaps and without shared memory. They refuse anything else befor
 
 import weakref
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -27,7 +28,7 @@ from amplab.kernels import builder
 from amplab.kernels.operators import define_operator
 from amplab.kernels.unscale import unscale_
 
-__all__ = ["ParameterList", "TensorTable", "TensorTableHandle"]
+__all__ = ["ParameterList", "TensorTable", "TensorTableHandle", "delete_unseen"]
 
 _REFUSED, _CHANGED = -1, -2
 _CPU = torch.empty(0)
@@ -109,8 +110,15 @@ class TensorTableHandle:
 
 
 def _delete_table(table: int) -> None:
-    """Delete a table, unseen by modes: the garbage collector may call this in anyone's block, or in a fake kernel."""
-    _OPS.delete_tensor_table.default.redispatch(_CPU_KEYS, table, _CPU)
+    delete_unseen(_OPS.delete_tensor_table.default, table)
+
+
+def delete_unseen(operator: Any, address: int) -> None:
+    """Delete what is at an address, unseen by modes: the garbage collector may call this in anyone's block.
+
+    A mode may be one of a compiler, whose tensors have no values.
+    """
+    operator.redispatch(_CPU_KEYS, address, _CPU)
 
 
 class ParameterList:

@@ -168,7 +168,7 @@ class Batches:
             seed_all(seed)
             data = _copy_of(given()) if _is_function(given) else given
             self._generators.begin(data, epoch, seed)
-            return _Pass(given, iter(data), epoch, start, start, capture_rng(), self._generators.states())
+            return _Pass(given, _iterator(data), epoch, start, start, capture_rng(), self._generators.states())
 
     def _keep(self, step: int, batch: Any) -> None:
         self._kept[step] = _copied(batch)  # data may write the next one into the same memory
@@ -203,6 +203,17 @@ def _parts_of_loader(loader: DataLoader[Any]) -> dict[str, Any]:
     if loader.num_workers:
         parts |= {"persistent_workers": False, "worker_init_fn": _Uninterrupted(loader.worker_init_fn)}
     return parts
+
+
+def _iterator(data: Any) -> Iterator[Any]:
+    """Begin to read. Workers that this starts have no Ctrl-C until they ignore it: they inherit the mask."""
+    if not hasattr(signal, "pthread_sigmask"):
+        return iter(data)
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        return iter(data)
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 class _Uninterrupted:

@@ -23,6 +23,7 @@ __all__ = [
     "RankGroup",
     "agree_on_found_inf",
     "is_fully_sharded",
+    "reshard",
     "norm_over_ranks",
     "rank_groups",
     "rank_groups_of",
@@ -69,6 +70,18 @@ def is_fully_sharded(model: nn.Module) -> bool:
     """Return whether ``fully_shard`` was called on ``model`` itself. Sync: none."""
     fsdp = sys.modules.get("torch.distributed.fsdp")
     return fsdp is not None and isinstance(model, fsdp.FSDPModule)
+
+
+def reshard(model: nn.Module) -> None:
+    """Let the modules of FSDP2 have their shards: after a forward the outermost one keeps its parameters whole.
+
+    Sync: none.
+
+    Reference: torch.distributed.fsdp.FSDPModule.reshard.
+    """
+    for module in model.modules():
+        if is_fully_sharded(module):
+            module.reshard()  # type: ignore[operator]  # a method of FSDPModule
 
 
 def agree_on_found_inf(found_inf: Tensor, groups: Sequence[RankGroup]) -> Tensor:

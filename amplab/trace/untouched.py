@@ -25,6 +25,7 @@ from amplab.amp.apex.before_initialize import hooks_of
 from amplab.amp.apex.iteration_state import iterations_kept
 from amplab.amp.run_state.models_of_tools import MODELS_OF_TOOLS
 from amplab.parallel.ranks import exchanges_in_forward, has_other_ranks, is_alone, on_this_rank_alone
+from amplab.parallel.shards import reshard
 from amplab.scalers import is_sharded
 from amplab.trace.as_found import Undo, rebind, remove_hooks_since
 from amplab.trace.collectives import NoCollectives
@@ -140,6 +141,7 @@ def untouched(model: nn.Module) -> Iterator[ParkedGradients]:
     """
     for callback in () if _THREAD.undoes else tuple(_THREAD.callbacks):
         callback()
+    reshard(model)  # what FSDP2 has gathered is memory that it frees in a backward
     gradients = ParkedGradients()
     with apart(model), Undo() as undo:
         undo.add(partial(setattr, _THREAD, "undoes", _THREAD.undoes))

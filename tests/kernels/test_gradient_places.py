@@ -1,10 +1,12 @@
 """Gradients brought into a flat tensor by the kernels: the bits of `unscale_copy`; a refusal changes nothing."""
 
+import gc
 import math
 
 import pytest
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode, in_kernel_invocation_manager
 
 from amplab.kernels import Whereabouts, unscale_copy
 from amplab.scalers.flat_buffer import FlatBuffer
@@ -197,3 +199,12 @@ def test_a_norm_of_nan_is_left_to_the_caller():
     assert not buffer.clip_(torch.zeros(()), 1.0)
     assert all(torch.equal(param.grad, value) for param, value in zip(buffer.params[1:], before, strict=True))
     assert not flat_buffer(torch.float16)[0].clip_(torch.zeros(()), 1.0)
+
+
+def test_places_that_are_collected_while_a_compiler_has_its_mode_on_are_deleted():
+    """An error in a finalizer is written to stderr, and pytest makes it one of the test."""
+    buffer, _ = flat_buffer()
+    bring_in(buffer, 1.0)
+    with in_kernel_invocation_manager(FakeTensorMode()):
+        del buffer
+        gc.collect()

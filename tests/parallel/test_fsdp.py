@@ -15,6 +15,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 
+import amplab
 from amplab import GradScaler, amp, autocast, optimizers
 from amplab.policies import PrecisionPolicy, apply_policy
 
@@ -484,3 +485,33 @@ def test_empty_shards_and_replicas():
         assert [norm for _, norm in each["replicated"][1]] == pytest.approx(norms, rel=1e-3)
         for one, other in zip(each["replicated"][0], theirs, strict=True):
             torch.testing.assert_close(one, other, rtol=1e-3, atol=1e-5)
+
+
+def with_a_tool(rank):
+    """`xray` where FSDP2 has gathered the parameters of the outermost module: after an evaluation, within a step."""
+    results = []
+    for place in ("", "after an evaluation", "within a step"):
+        model = sharded()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for step in range(3):
+            inputs = batch(step, rank)
+            if step == 1:
+                model.eval()
+                with torch.no_grad():
+                    model(inputs)
+                model.train()
+            if step == 1 and place == "after an evaluation":
+                amplab.xray(model, inputs)
+            optimizer.zero_grad()
+            loss = model(inputs).square().mean()
+            if step == 1 and place == "within a step":
+                amplab.xray(model, inputs)
+            loss.backward()
+            optimizer.step()
+        results.append(weights(model))
+    return results
+
+
+def test_xray_leaves_what_fsdp2_has_gathered():
+    for alone, *others in run_ranks(with_a_tool):
+        assert all(equal(alone, other) for other in others)

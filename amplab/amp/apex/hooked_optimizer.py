@@ -74,11 +74,15 @@ class _Overflow(NamedTuple):
 
 
 class _Step(NamedTuple):
-    """A step that is running: its frame, the gradients that are parked, and whether there were any gradients."""
+    """A step that is running: its frame, whether there were any gradients, and what one that is skipped leaves alone.
+
+    These are the gradients, which are parked, and the settings of the groups: an optimizer may count its steps there.
+    """
 
     frame: FrameType
     parked: list[SetAside]
     had_gradients: bool
+    groups: list[tuple[dict[str, Any], dict[str, Any]]]
 
 
 class HookedOptimizer:
@@ -452,7 +456,8 @@ class HookedOptimizer:
             if self._reducer is not None:
                 self._reducer.refuse_strays()
             gradients = gradients_of(self._current_params())
-            self._step = _Step(frame, gradients if self._overflow else [], bool(gradients))
+            groups = [(group, dict(group)) for group in optimizer.param_groups] if self._overflow else []
+            self._step = _Step(frame, gradients if self._overflow else [], bool(gradients), groups)
             for param, _ in self._step.parked:  # a step without gradients changes nothing
                 param.grad = None
             if self._overflow is None and gradients:
@@ -488,6 +493,8 @@ class HookedOptimizer:
         if self._step is not None:
             resume_casts(self._step.frame)
             put_back(self._step.parked)
+            for group, before in self._step.groups:
+                group.update(before)
             self._step = None
         if self.masters.pairs:
             with bookkeeping():

@@ -12,6 +12,7 @@ import contextlib
 import errno
 import glob
 import os
+import reprlib
 import secrets
 import stat
 import zipfile
@@ -43,6 +44,9 @@ __all__ = [
     "write_atomically",
     "write_run_state",
 ]
+
+_short = reprlib.repr  # what a file holds may be long
+_MOST_VISITS = 1_000_000
 
 FORMAT = 1
 """Version of the file format, the value of "amplab_run_state"."""
@@ -113,6 +117,11 @@ def read_run_state(path: Path, *, whole: bool = True) -> dict[str, Any]:
             f"{path} is a zip archive that torch.load(weights_only=True) cannot read ({reason}): expected a file of "
             "save_run_state; load any other checkpoint with torch.load."
         ) from None
+    if _grows_by_walking(state):
+        raise RunStateError(
+            f"{path}: holds containers that hold themselves, or each other so often that a walk through them does not "
+            "end. It was altered: use an intact copy."
+        )
     if not isinstance(state, dict) or _MARK not in state:
         held = f"the keys {_listed(state)}" if isinstance(state, dict) else f"a {type(state).__name__}"
         raise RunStateError(
@@ -120,11 +129,40 @@ def read_run_state(path: Path, *, whole: bool = True) -> dict[str, Any]:
             "pass each part to its own load_state_dict."
         )
     if type(state[_MARK]) is not int or state[_MARK] != FORMAT:
+        version = state.get("amplab")
         raise RunStateError(
-            f"{path} has format {state[_MARK]!r}, written by amplab {state.get('amplab')}: amplab {__version__} reads "
-            f"format {FORMAT}; install the amplab that wrote it, or a newer one."
+            f"{path} has format {_short(state[_MARK])}, written by amplab {version if _is_version(version) else '?'}: "
+            f"amplab {__version__} reads format {FORMAT}; install the amplab that wrote it, or a newer one."
         )
     return state
+
+
+def _grows_by_walking(state: Any) -> bool:
+    """Whether a walk has more than a million steps, and many for each container: lists in lists, all of them one."""
+    sizes: dict[int, int] = {}  # of the walk through a container, by its id; 0 while it is being counted
+    waiting = [state]
+    while waiting:
+        each = waiting[-1]
+        inside = [*each.keys(), *each.values()] if isinstance(each, dict) else each if _is_container(each) else ()
+        if id(each) not in sizes:
+            sizes[id(each)] = 0
+            new = [child for child in inside if _is_container(child) and sizes.get(id(child)) != 0]
+            if len(new) < sum(map(_is_container, inside)):
+                return True  # one that holds it
+            waiting += [child for child in new if id(child) not in sizes]
+            continue
+        waiting.pop()
+        if not sizes[id(each)]:
+            sizes[id(each)] = 1 + sum(sizes.get(id(child), 1) if _is_container(child) else 1 for child in inside)
+    return sizes[id(state)] > _MOST_VISITS + 10 * len(sizes)
+
+
+def _is_version(value: Any) -> bool:
+    return isinstance(value, str) and len(value) < 20
+
+
+def _is_container(value: Any) -> bool:
+    return isinstance(value, dict | list | tuple)
 
 
 def _is_text(path: Path) -> bool:
@@ -260,7 +298,7 @@ def _disk_errors_named(path: Path) -> Iterator[None]:
 
 
 def _listed(state: dict[Any, Any], limit: int = 6) -> str:
-    names = [repr(key) for key in list(state)[:limit]]
+    names = [_short(key) for key in list(state)[:limit]]
     more = f" and {len(state) - limit} more" if len(state) > limit else ""
     return (", ".join(names) or "none") + more
 

@@ -10,6 +10,7 @@ Every file is compared with its checksum before it is read.
 
 import math
 import pickle
+import reprlib
 from collections.abc import Mapping
 from pathlib import Path, PurePath
 from typing import Any, NoReturn
@@ -148,7 +149,7 @@ class _Unpickler(pickle.Unpickler):
 def _metadata(read: Any) -> Metadata:
     """Return the metadata of the records of a file. Raises: AttributeError, LookupError, TypeError, ValueError."""
     fields = _fields(read, "Metadata")
-    tensors = {str(name): _tensor(name, each) for name, each in fields["state_dict_metadata"].items()}
+    tensors = {_word(name): _tensor(name, each) for name, each in fields["state_dict_metadata"].items()}
     places = dict(_place(index, info) for index, info in fields["storage_data"].items())
     for name, each in tensors.items():
         filled = [chunk for chunk in each.chunks if math.prod(chunk.sizes)]
@@ -161,7 +162,7 @@ def _tensor(name: Any, record: Any) -> TensorStorageMetadata:
     fields = _fields(record, "TensorStorageMetadata")
     dtype = _fields(fields["properties"], "TensorProperties", of_arguments=True)[0]
     if not isinstance(dtype, torch.dtype):
-        raise TypeError(f"the dtype of {name} is {dtype!r}")
+        raise TypeError(f"the dtype of {name} is a {type(dtype).__name__}")
     size = _size(fields["size"])
     chunks = [_chunk(each) for each in fields["chunks"]]
     inside = all(
@@ -182,15 +183,23 @@ def _chunk(record: Any) -> ChunkStorageMetadata:
 
 def _place(index: Any, info: Any) -> tuple[MetadataIndex, _StorageInfo]:
     of_index, of_info = _fields(index, "MetadataIndex"), _fields(info, "_StorageInfo")
-    file, offset, length = str(of_info["relative_path"]), int(of_info["offset"]), int(of_info["length"])
+    file, offset, length = of_info["relative_path"], int(of_info["offset"]), int(of_info["length"])
+    if not isinstance(file, str):
+        raise TypeError(f"the file of a part is a {type(file).__name__}: expected its name")
     if PurePath(file).name != file or "\\" in file or min(offset, length) < 0 or of_info.get("transform_descriptors"):
         raise ValueError(f"{file!r} at {offset}, {length} bytes: expected a part of a file in the folder")
-    return MetadataIndex(str(of_index["fqn"]), _size(of_index["offset"])), _StorageInfo(file, offset, length)
+    return MetadataIndex(_word(of_index["fqn"]), _size(of_index["offset"])), _StorageInfo(file, offset, length)
+
+
+def _word(name: Any) -> str:
+    if not isinstance(name, str):
+        raise TypeError(f"the name of a tensor is a {type(name).__name__}")
+    return name
 
 
 def _size(numbers: Any) -> torch.Size:
     if not isinstance(numbers, tuple) or not all(isinstance(each, int) and each >= 0 for each in numbers):
-        raise TypeError(f"{numbers!r}: expected a tuple of whole numbers >= 0")
+        raise TypeError(f"{reprlib.repr(numbers)}: expected a tuple of whole numbers >= 0")
     return torch.Size(numbers)
 
 

@@ -122,3 +122,31 @@ def check(models, losses, optimizers, overflowing, **options):
         assert skipped == expected
         assert scales == [2.0**7 if num_losses == 1 or each == overflowing else 2.0**8 for each in range(num_losses)]
         assert all(map(torch.equal, setups[0].weights(), setups[1].weights()))
+
+
+def test_a_skipped_step_is_not_counted_by_an_optimizer_that_counts_in_its_groups(session):
+    """As apex's optimizers do, and those of one's own."""
+
+    class Counting(torch.optim.Optimizer):
+        def __init__(self, params):
+            super().__init__(params, {"lr": 0.1, "step": 0})
+
+        @torch.no_grad()
+        def step(self, closure=None):
+            for group in self.param_groups:
+                group["step"] += 1
+                for param in group["params"]:
+                    if param.grad is not None:
+                        param.add_(param.grad, alpha=-group["lr"] / group["step"])
+
+    model = torch.nn.Linear(2, 1)
+    optimizer = Counting(model.parameters())
+    session.initialize(model, optimizer, opt_level="O1", loss_scale="dynamic", verbosity=0)
+    counts = []
+    for factor in (0.1, float("inf"), 0.1):
+        optimizer.zero_grad()
+        with session.casting(), session.scale_loss(model(torch.ones(1, 2)).sum() * factor, optimizer) as scaled_loss:
+            scaled_loss.backward()
+        optimizer.step()
+        counts.append(optimizer.param_groups[0]["step"])
+    assert counts == [1, 1, 2]

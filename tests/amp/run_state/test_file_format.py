@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from amplab import amp
-from amplab.amp.run_state import file_format
+from amplab.amp.run_state import file_format, shard_reader
 
 
 @pytest.fixture
@@ -186,3 +186,36 @@ def test_a_compressed_file_is_refused_before_it_is_unpacked(path):
     assert small.stat().st_size < 2**20
     with pytest.raises(amp.RunStateError, match=r"small\.pt is compressed"):
         amp.load_run_state(small, model=network())
+
+
+def nested(kind):
+    """A few objects that a walk through them meets more than 10^27 times, or without end."""
+    value = ["A" * 1000] if kind == "lists of words" else [1]
+    for _ in range(30):
+        value = {str(number): value for number in range(8)} if kind == "dicts" else [value] * 8
+    if kind == "itself":
+        value = [1]
+        value.append(value)
+    return value
+
+
+@pytest.mark.parametrize("kind", ["lists", "lists of words", "dicts", "itself"])
+@pytest.mark.parametrize("place", ["amplab_run_state", "amplab", "optimizers", "extra", "new"])
+def test_a_small_file_whose_containers_hold_each_other_is_refused_at_once(path, place, kind):
+    file_format.write_run_state(path, {"optimizers": [{"state": {}}], "extra": 1})
+    torch.save({**torch.load(path), place: nested(kind)}, path)
+    with pytest.raises(amp.RunStateError, match="a walk through them does not end"):
+        file_format.read_run_state(path)
+
+
+def test_containers_that_are_there_twice_are_read(path):
+    shared = {"lr": [1.0, 2.0], "names": ("a", "b")}
+    position = list(range(10_000))
+    file_format.write_run_state(path, {"extra": [shared, shared, [shared, shared]], "position": position})
+    assert file_format.read_run_state(path)["extra"][2][1] == shared
+
+
+@pytest.mark.parametrize("read", [shard_reader._size, shard_reader._word])
+def test_numbers_and_names_of_a_folder_that_are_such_containers_are_refused_at_once(read):
+    with pytest.raises(TypeError):
+        read(nested("lists"))
