@@ -31,11 +31,12 @@ from weakref import WeakSet
 from amplab.amp.run_state.file_format import RunStateError, remove_partials, write_atomically
 from amplab.lab.code_digests import WEIGHTS
 from amplab.lab.config import OWN, ExperimentConfig
-from amplab.lab.experiment import Experiment, read_saved
+from amplab.lab.experiment import Experiment
 from amplab.lab.rank_exchange import RankExchange
 from amplab.lab.run_log import create_free, launch_of
 from amplab.lab.run_log.lock import hold, is_held
 from amplab.lab.run_log.ranks import rank_log
+from amplab.lab.saved_experiment import read_saved
 from amplab.lab.tasks import TASKS
 from amplab.parallel.ranks import Rank
 from amplab.policies.signals import DeferredSignals, is_interrupt

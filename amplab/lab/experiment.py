@@ -19,7 +19,7 @@ import operator
 import re
 import time
 import traceback
-from collections.abc import Callable, Container, Iterable, Iterator, Sequence, Set
+from collections.abc import Iterable, Sequence, Set
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from difflib import get_close_matches
@@ -33,7 +33,6 @@ from torch.optim import Optimizer
 
 from amplab.amp import MemoryUse, ScaleRecord, Session, load_run_state, save_run_state
 from amplab.amp.backward.optimizer_params import params_of
-from amplab.amp.run_state.file_format import RunStateError, read_run_state
 from amplab.diagnose import Findings, FirstNonfinite, TwinReport, doctor, twin
 from amplab.formats.exponents import BINS, LOWEST_EXPONENT
 from amplab.kernels import tensor_stats
@@ -41,7 +40,6 @@ from amplab.lab.config import FIELDS, OWN, ExperimentConfig
 from amplab.lab.config_field import SettingRefused, listed
 from amplab.lab.events import GradientRecord, MixedScales, StepRecord
 from amplab.lab.faults import (
-    FAULTS,
     after_step,
     check_fault,
     faults_in,
@@ -55,7 +53,7 @@ from amplab.lab.faults import (
 from amplab.lab.models import MODELS, build_model
 from amplab.lab.past_skips import PastSkip, PastSkips
 from amplab.lab.rank_exchange import RankExchange
-from amplab.lab.run_log.json_lines import is_count, is_number
+from amplab.lab.saved_experiment import read_saved, unsaved_buffers
 from amplab.lab.schedule_states import left_out, load_states, schedules_in_hooks, states_of
 from amplab.lab.session_settings import (
     kept_scales,
@@ -336,7 +334,7 @@ class Experiment:
             "armed": sorted(self.armed),
             "epoch": list(self._task.epoch_of(self._batch_in_data(self._step))),
             "accumulates_since": list(self._accumulates_since),
-            "buffers": {name: module._buffers[key] for name, module, key in _unsaved_buffers(self._model)},
+            "buffers": {name: module._buffers[key] for name, module, key in unsaved_buffers(self._model)},
             "schedules": states_of(schedules),
             "left_out": left_out(schedules),
             "learning_rate": self._config.learning_rate,
@@ -809,7 +807,7 @@ class Experiment:
 
     def _load_buffers(self, values: dict[str, Any]) -> None:
         """Load those that the state_dict leaves out; in the run one may have got its value, or another shape."""
-        for name, module, key in _unsaved_buffers(self._model):
+        for name, module, key in unsaved_buffers(self._model):
             value, own = values.get(name), module._buffers[key]
             if isinstance(value, Tensor) and own is not None and own.shape == value.shape:
                 write_value(own, value)
@@ -832,57 +830,6 @@ class Experiment:
             for name, value in (*model.named_parameters(), *model.named_buffers()):
                 write_value(value, current[name].to(value.dtype))
         return model
-
-
-def _unsaved_buffers(model: nn.Module) -> Iterator[tuple[str, nn.Module, str]]:
-    """Yield the name, the module and the key of each buffer that the state_dict of a model leaves out."""
-    for path, module in model.named_modules():
-        for key in module._non_persistent_buffers_set & module._buffers.keys():
-            yield f"{path}.{key}", module, key
-
-
-def read_saved(path: Path, *, whole: bool = True) -> tuple[int, dict[str, Any]]:
-    """Return the number of steps and the extra values of a saved experiment.
-
-    Args:
-        path: The file.
-        whole: Whether to read and check all of it, which takes a second for each GB.
-
-    Raises:
-        OSError: The file cannot be read.
-        RunStateError: It is damaged, or holds something else.
-    """
-    state = read_run_state(path, whole=whole)
-    steps, extra = state.get("position"), state.get("extra")
-    if is_count(steps) and isinstance(extra, dict) and _is_of_the_lab(extra):
-        return steps, extra
-    raise RunStateError(
-        f"{path} is a run state, but none that the lab saved: expected its config, faults, time and length of the log. "
-        "Load it with amp.load_run_state."
-    )
-
-
-def _is_of_the_lab(extra: dict[str, Any]) -> bool:
-    return (
-        isinstance(extra.get("config"), str)
-        and isinstance(extra.get("armed"), list)
-        and all(fault in FAULTS for fault in extra["armed"])
-        and is_number(extra.get("seconds"))
-        and is_count(extra.get("log_bytes", 0))
-        and isinstance(extra.get("saved", ""), str)
-        and _are(is_count, extra.get("epoch", []), (0, 2))
-        and _are(is_count, extra.get("accumulates_since", [0, 0]), (2,))
-        and _are(lambda state: isinstance(state, dict), extra.get("schedules", []))
-        and _are(lambda name: isinstance(name, str), extra.get("left_out", []))
-        and isinstance(extra.get("buffers", {}), dict)
-        and is_number(extra.get("learning_rate", 0.0))
-        and isinstance(digests := extra.get("digests", {}), dict)
-        and all(isinstance(each, str) for each in (*digests, *digests.values()))
-    )
-
-
-def _are(is_such: Callable[[Any], bool], values: Any, lengths: Container[int] | None = None) -> bool:
-    return isinstance(values, list) and (lengths is None or len(values) in lengths) and all(map(is_such, values))
 
 
 def samples_gradients(step: int) -> bool:

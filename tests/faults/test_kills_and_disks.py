@@ -20,9 +20,10 @@ import amplab
 from amplab import amp
 from amplab.lab import ExperimentConfig, RunLog, StepRecord, load_run
 from amplab.lab.checkpoints import Checkpoint
-from amplab.lab.experiment import Experiment, read_saved
+from amplab.lab.experiment import Experiment
 from amplab.lab.run_log.lock import hold, is_held
 from amplab.lab.run_store import RunStore
+from amplab.lab.saved_experiment import read_saved
 from amplab.lab.watched_run import WatchedRun
 from amplab.parallel.ranks import Rank
 
