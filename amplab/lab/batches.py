@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import copy
 import signal
+import time
 from bisect import bisect_left, bisect_right
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -25,7 +26,7 @@ from amplab.policies.nested_tensors import map_tensors, tensors_in
 from amplab.policies.signals import is_interrupt
 from amplab.trace.random_states import random_states_kept, seed_all
 
-__all__ = ["Batches", "check_data"]
+__all__ = ["Batches", "ReadingStopped", "check_data"]
 
 KEPT = 32
 """Batches that are kept at most."""
@@ -33,6 +34,7 @@ KEPT = 32
 KEPT_BYTES = 2**28
 """Bytes of the kept batches together, beyond the two latest ones."""
 
+_PATIENCE = 1.0  # seconds of reading without a word
 _OVER = object()
 
 _SUCH = "expected an iterable of batches, such as DataLoader(dataset, batch_size=64) or a list of batches"
@@ -81,6 +83,10 @@ class _Pass:
     own: tuple[Callable[[], object], ...]
 
 
+class ReadingStopped(Exception):
+    """A run that continues within an epoch reads the batches before its step first, and was paused meanwhile."""
+
+
 class Batches:
     """The batches of an experiment.
 
@@ -88,6 +94,9 @@ class Batches:
         data: An iterable of batches, or a function that returns one; see `check_data`.
         seed: Of the random numbers that the data draw.
         generators: Those of the data, if others read the data too.
+
+    Attributes:
+        goes_on: Called about once a second while older batches are read, with the number of those that are left.
 
     >>> import torch
     >>> batches = Batches([torch.tensor(0), torch.tensor(1), torch.tensor(2)], seed=0)
@@ -100,6 +109,7 @@ class Batches:
         self._starts = [(0, 0)]  # the first step of an epoch, and the epoch, as far as known
         self._passes: list[_Pass] = []  # the one behind the run, and one for older batches
         self._kept: OrderedDict[int, Any] = OrderedDict()
+        self.goes_on: Callable[[int], bool] = lambda _left: True
 
     def batch(self, step: int) -> Any:
         """Return a copy of the batch of a step: a forward may write into it.
@@ -127,14 +137,20 @@ class Batches:
         self._passes.clear()
 
     def _read_up_to(self, step: int) -> None:
+        """Read on to a step. Raises: ReadingStopped, if `goes_on` says so; what was read is kept."""
         behind = [each for each in self._passes if each.next <= step]
         chosen = max(behind, key=lambda each: each.next, default=None)
         start, epoch = self.epoch_of(step)
         if chosen is None or chosen.next < start:
             chosen = self._begin(_copy_of(self._data) if self._passes else self._data, epoch, start)
             self._passes = [*self._passes[-1:], chosen]
+        told = time.monotonic()
         while chosen.next <= step:
             chosen = self._read(chosen)
+            if time.monotonic() - told > _PATIENCE:
+                told = time.monotonic()
+                if not self.goes_on(step - chosen.next):
+                    raise ReadingStopped(f"reading the batches before step {step} was stopped at {chosen.next}")
 
     def _read(self, current: _Pass) -> _Pass:
         """Read one batch and return the pass; after the end of the epoch that of the next one, without a batch.

@@ -116,6 +116,10 @@ class OwnTask(Task):
         if epoch:
             self._batches.know_epoch(*epoch)
 
+    def tell_of_reading(self, goes_on: Callable[[int], bool]) -> None:
+        """See `Batches.goes_on`."""
+        self._batches.goes_on = goes_on
+
     def rest(self) -> None:
         """End the workers that read the data."""
         self._batches.rest()

@@ -26,6 +26,7 @@ from amplab.amp import MemoryUse
 from amplab.amp.run_state.paths import given_path
 from amplab.diagnose import Findings, run_findings
 from amplab.display.numbers import count
+from amplab.lab.batches import ReadingStopped
 from amplab.lab.changes import config_changes
 from amplab.lab.checkpoints import Checkpoint
 from amplab.lab.comparison import Comparison, Progress, levels_of
@@ -148,7 +149,7 @@ class Trainer:
         self._lock = self._worker.lock  # guards the seven attributes below
         self._wanted = self._experiment.config  # once all changes that are queued are made
         self._queued_changes = set[Callable[[], None]]()
-        self._state = "ready"
+        self._state = self._announced = "ready"  # the second is what this thread has come to
         self._stops = 0  # calls of `stop` whose effect is to come
         self._steps_made = 0  # also of runs that another has replaced
         self._steps_left: int | None = None  # until it pauses; None for no limit
@@ -157,8 +158,9 @@ class Trainer:
         self._speed: float | None = None
         self._due = 0.0  # when the next step may begin, by time.monotonic()
         self._failure: Failed | None = None  # of the present run; a reset has changed the state already
-        self._has_reported_kernels = self._has_reported_buffers = False
+        self._has_reported_kernels = self._has_reported_buffers = self._has_told_reading = False
         self._nonfinite_buffers: tuple[str, ...] = ()
+        self._experiment.task.tell_of_reading(self._goes_on_reading)
         kernels.ensure(on_report=_no_warning)
         _LIVE.add(self)
 
@@ -652,6 +654,8 @@ class Trainer:
         except RankLost as lost:
             self._fail(str(lost))
             return
+        except ReadingStopped:
+            return
         if (mixed := self._experiment.mixed_scales) is not None:
             self._store.keep_scales(mixed)
         if (memory := self._experiment.memory()) is not self._memory:
@@ -677,6 +681,14 @@ class Trainer:
         self._count_step()
         if self._experiment.steps_done >= self._step_limit and self._steps_left is None:
             self._end_at_limit()
+
+    def _goes_on_reading(self, left: int) -> bool:
+        """Tell once that batches are read before that of the next step; stop when a pause or a reset is wanted."""
+        if not self._has_told_reading:
+            self._has_told_reading = True
+            note = f"{left:,} batches before that of step {len(self.history):,} are still to be read."
+            self._publisher.publish(StateChanged(self._announced, len(self.history), note))
+        return self._state == self._announced
 
     def _train_once(self) -> None:
         if self._state != "failed":  # since step() was called
@@ -724,6 +736,7 @@ class Trainer:
                 self._enter("paused", note)
 
     def _announce(self, state: str, note: str) -> None:
+        self._announced, self._has_told_reading = state, False
         self._report_kernels()
         if state != "running":
             self._store.flush()
@@ -824,6 +837,7 @@ class Trainer:
     def _present(self, name: str, experiment: Experiment, store: RunStore, previous: ExperimentConfig) -> None:
         """Train another experiment from now on."""
         self._name, self._experiment, self._store = name, experiment, store
+        self._experiment.task.tell_of_reading(self._goes_on_reading)
         self._explainer = self._new_explainer()
         self._failure, self._has_reported_buffers = None, False
         self._nonfinite_buffers = experiment.nonfinite_buffers()
@@ -1012,6 +1026,8 @@ class Trainer:
     def _attempt(self, what: str, act: Callable[[], None]) -> None:
         try:
             act()
+        except ReadingStopped:
+            return  # the run is paused, and what was wanted of the step with it
         except BaseException:  # noqa: BLE001 - a trace that fails does not end the run
             self._publisher.publish(Failed(f"{what}\n{traceback.format_exc()}", attempted=True))
 

@@ -200,7 +200,8 @@ class Presenter:
             self._board.remove_kind("offer")
             self.parts.notices.notices = self._board.payload()
         if event.note:
-            self._put(Notice("note", "Paused", event.note, of_run=True))
+            title = "Paused" if event.state == "paused" else "Reading the data"
+            self._put(Notice("note", title, event.note, of_run=True))
 
     def _on_config(self, event: ConfigChanged) -> None:
         if event.reset:

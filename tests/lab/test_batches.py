@@ -1,5 +1,6 @@
 """Batches of any iterable as a function of the step."""
 
+import itertools
 import os
 import random
 import signal
@@ -9,7 +10,7 @@ import pytest
 import torch
 from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, RandomSampler, Subset, TensorDataset
 
-from amplab.lab.batches import Batches, check_data
+from amplab.lab.batches import Batches, ReadingStopped, check_data
 from amplab.lab.data_generators import DataGenerators
 
 
@@ -384,3 +385,21 @@ def test_data_that_count_their_epochs_give_every_run_the_same_batches(kind):
     assert sorted(seen[:6]) == sorted(seen[6:12]) == list(range(6))
     assert seen[:6] != seen[6:12]
     assert counting.epoch == 0
+
+
+def test_reading_that_is_stopped_goes_on_where_it_was(monkeypatch):
+    monkeypatch.setattr("amplab.lab.batches._PATIENCE", 0.0)
+    read, wanted = [], [True, True, False, True]
+
+    def stream():
+        for number in itertools.count():
+            read.append(number)
+            yield torch.tensor(number)
+
+    batches = Batches(stream, 0)
+    batches.goes_on = lambda _left: wanted.pop(0) if wanted else True
+    with pytest.raises(ReadingStopped):
+        batches.batch(20)
+    assert read == [0, 1, 2]
+    assert batches.batch(20) == 20
+    assert read == list(range(21))

@@ -1,10 +1,12 @@
 """A model, data and a loss of one's own in the lab: as in plain torch, and with all that the lab does."""
 
 import copy
+import itertools
 import math
 import os
 import random
 import sys
+import time
 from collections import deque
 from collections.abc import Iterator
 from functools import partial
@@ -28,6 +30,7 @@ from amplab.lab import (
     GradientsReady,
     MemoryCounted,
     StagesReady,
+    StateChanged,
     TraceReady,
     Trainer,
     TwinReady,
@@ -735,6 +738,38 @@ def test_an_offer_of_an_older_cell_can_begin(kernel):
     assert isinstance(trainer._experiment.model, nn.Sequential)
     for each in dashboards:
         each.close()
+
+
+def test_a_run_that_reads_a_stream_to_its_step_can_be_paused(tmp_path, listen):
+    waits = [0.0]
+
+    def stream():
+        for number in itertools.count():
+            time.sleep(waits[0])
+            yield TAGS[number % 3]
+
+    config = registered(Tagger(), stream, loss=F.cross_entropy)
+    trainer = Trainer(config, log=tmp_path)
+    trainer.run(40)
+    saved = checkpoints._read(trainer.log_path.with_suffix(".checkpoint"))
+    alone = Experiment(config)
+    whole = [alone.step().loss for _ in range(42)]
+    waits[0] = 0.2
+    trainer.continue_saved(saved)
+    assert trainer.wait(10)
+    ear = listen(trainer)
+    trainer.start()
+    for _ in range(100):
+        if any("are still to be read" in each.note for each in ear.of(StateChanged)):
+            break
+        time.sleep(0.1)
+    trainer.pause()
+    assert trainer.wait(5), "8 seconds are left to read"
+    assert (trainer.state, len(trainer.history), trainer.failures) == ("paused", 40, ())
+    waits[0] = 0.0
+    assert trainer.run(2).column("loss").tolist() == whole
+    trainer.stop()
+    assert trainer.wait(10)
 
 
 def test_a_run_is_offered_under_another_name_with_the_parts_that_are_others(kernel, tmp_path, monkeypatch):

@@ -131,6 +131,9 @@ class Task(ABC):
     def know_epoch(self, *epoch: int) -> None:  # noqa: B027
         """Take over what `epoch_of` returned in another process."""
 
+    def tell_of_reading(self, goes_on: Callable[[int], bool]) -> None:  # noqa: B027
+        """Call a function now and then while many batches are read before that of a step; it says whether to go on."""
+
     def rest(self) -> None:  # noqa: B027
         """End what reads the data ahead; a later batch is read anew."""
 
