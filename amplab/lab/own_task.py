@@ -305,7 +305,7 @@ def _model_maker(
             "function that makes the model, model=lambda: Net(), and one for the optimizer."
         ) from refusal
     kept.zero_grad(set_to_none=True)
-    if not kept.training:
+    if not any(each.training for each in kept.modules()):  # else some parts are frozen by their mode
         kept.train()
     return lambda: copy.deepcopy(kept), kept if has_instances else None, copied
 

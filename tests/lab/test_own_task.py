@@ -772,6 +772,19 @@ def test_a_run_that_reads_a_stream_to_its_step_can_be_paused(tmp_path, listen):
     assert trainer.wait(10)
 
 
+@pytest.mark.parametrize("mode", ["all eval", "root eval", "one eval"])
+def test_a_model_trains_in_the_modes_that_it_has(mode):
+    model = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Sequential(nn.Dropout(0.5)))
+    model.train(mode == "one eval")
+    if mode == "root eval":
+        model[2].train()
+    model[1].eval()
+    data = [torch.rand(4, 8, generator=DRAWN)]
+    experiment = Experiment(registered(model, data, step=lambda model, batch: model(batch).square().mean()))
+    modes = [each.training for each in experiment.model.modules()]
+    assert modes == ([True] * 5 if mode == "all eval" else [each.training for each in model.modules()])
+
+
 def test_a_run_is_offered_under_another_name_with_the_parts_that_are_others(kernel, tmp_path, monkeypatch):
     monkeypatch.setattr(sys.modules["amplab.lab.open"], "runs_directory", lambda: tmp_path)
     offered = []
