@@ -198,8 +198,8 @@ def _copy_of(data: Any) -> Any:
     A loader has workers that end with the pass, with their random states, and not by Ctrl-C: an interrupt of a kernel,
     or in a terminal, reaches all processes.
     """
-    if type(data) in (list, tuple) or _is_function(data):
-        return data
+    if type(data) in (list, tuple) or _is_function(data) or hasattr(data, "__del__"):
+        return data  # the end of a copy could close a file of both
     try:
         one = copy.copy(data)
     except Exception as refusal:

@@ -111,7 +111,9 @@ class Checkpoint:
             model: Name of the model that it trains here.
         """
         here = TASKS[name].digests
-        if not here or self.digests.get(WEIGHTS) != here[WEIGHTS]:
+        if not self.digests or not here:  # of an older version; or code that cannot be looked at
+            return self if (self.config.task, self.config.model) == (name, model) else None
+        if self.digests.get(WEIGHTS) != here[WEIGHTS]:
             return None
         parts = dict.fromkeys((*here, *self.digests))
         others = tuple(part for part in parts if here.get(part) != self.digests.get(part))

@@ -416,10 +416,20 @@ def _loss_of(loss: Loss | None, step: Loss | None) -> Callable[[nn.Module, Any],
 
 def _own(loss: Loss | None, copies: dict[int, Any]) -> Loss | None:
     """Return a copy of a loss that is a module: its forward may change its buffers, and each run begins as given."""
-    if isinstance(loss, nn.Module):
+    if not isinstance(loss, nn.Module):
+        return loss
+    try:
         copied: Loss = copy.deepcopy(loss, copies)
-        return copied
-    return loss
+    except Exception as refusal:
+        if is_interrupt(refusal):
+            raise
+        if next(loss.buffers(), None) is None:
+            return loss
+        raise ValueError(
+            f"loss={type(loss).__name__} cannot be copied ({refusal}), and each run begins with its buffers as now; "
+            "pass a function that has no buffers."
+        ) from refusal
+    return copied
 
 
 def _name_of_loss(model: str, number: int, code: OwnCode) -> str:
@@ -437,8 +447,13 @@ def _moved(optimizer: Optimizer, old: Sequence[Tensor], new: Sequence[Tensor]) -
     """Return a copy of an optimizer, of the parameters `new` of another copy of its model, without frozen ones."""
     trained: dict[int, Any] = {id(one): other for one, other in zip(old, new, strict=True)}
     moved = _copied(optimizer, {id(each): each for each in params_of(optimizer)} | trained)
+    known = {*map(id, new)}
     for group in moved.param_groups:
-        group["params"] = [each for each in group["params"] if any(each is one for one in new)]
+        kept = [place for place, each in enumerate(group["params"]) if id(each) in known]
+        for name in {"params", "param_names"} & group.keys():
+            group[name] = [group[name][place] for place in kept]
+    for each in [each for each in moved.state if isinstance(each, Tensor) and id(each) not in known]:
+        del moved.state[each]
     return moved
 
 
@@ -447,8 +462,13 @@ def _copied(optimizer: Optimizer, memo: dict[int, Any]) -> Optimizer:
     copied = copy.deepcopy(optimizer, memo)
     own = {name: value for name, value in vars(optimizer).items() if name not in vars(copied)}
     own.pop("step", None)  # as a schedule has put it there, which steps the original
-    if not isinstance(optimizer, FusedOptimizer):
-        vars(copied).update(copy.deepcopy(own, memo))
+    for name, value in own.items() if not isinstance(optimizer, FusedOptimizer) else ():
+        try:
+            vars(copied)[name] = copy.deepcopy(value, memo)
+        except Exception as refusal:
+            if is_interrupt(refusal):
+                raise
+            vars(copied)[name] = value  # such as a writer or a lock
     return copied
 
 

@@ -15,6 +15,7 @@ from amplab.lab.events import Failed
 from amplab.lab.experiment import Experiment
 from amplab.lab.rank_exchange import RankExchange, RankLost
 from amplab.lab.run_store import RunStore
+from amplab.policies.signals import is_interrupt
 
 __all__ = ["RunSaver"]
 
@@ -61,7 +62,9 @@ class RunSaver:
                 self._tell(checkpoints.path, None)
         except RankLost:
             return  # the next step says so
-        except (OSError, RuntimeError) as error:
+        except Exception as error:  # also of objects of one's own, whose states are saved
+            if is_interrupt(error):
+                raise
             self._tell(checkpoints.path, error)
 
     def end(self) -> None:

@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 
 from amplab.amp.apex.before_initialize import hooks_of
 from amplab.amp.run_state.file_format import is_loadable
+from amplab.policies.signals import is_interrupt
 from amplab.trace.reached_values import reached_from
 
 __all__ = ["left_out", "load_states", "schedules_in_hooks", "states_of"]
@@ -29,7 +30,7 @@ def schedules_in_hooks(optimizers: Sequence[Optimizer]) -> list[Any]:
 
 def states_of(schedules: Sequence[Any]) -> list[dict[str, Any]]:
     """Return their states, without the entries that a checkpoint cannot hold: functions, and see `left_out`."""
-    states = [{name: _plain(value) for name, value in each.state_dict().items()} for each in schedules]
+    states = [{name: _plain(value) for name, value in _state_of(each).items()} for each in schedules]
     return [{name: value for name, value in state.items() if is_loadable({name: value})} for state in states]
 
 
@@ -38,7 +39,7 @@ def left_out(schedules: Sequence[Any]) -> list[str]:
     return [
         f"{type(each).__name__}.{name}"
         for each in schedules
-        for name, value in each.state_dict().items()
+        for name, value in _state_of(each).items()
         if not callable(value) and not is_loadable({name: _plain(value)})
     ]
 
@@ -48,9 +49,20 @@ def load_states(schedules: Sequence[Any], states: Sequence[dict[str, Any]]) -> N
     if len(schedules) != len(states):
         return
     for schedule, state in zip(schedules, states, strict=True):
-        own = schedule.state_dict()
-        if state.keys() <= own.keys():
+        own = _state_of(schedule)
+        if state and state.keys() <= own.keys():
             schedule.load_state_dict({**own, **{name: _in_form_of(own[name], each) for name, each in state.items()}})
+
+
+def _state_of(schedule: Any) -> dict[Any, Any]:
+    """Return the state of an object, {} if that is no dict: another thing of this name."""
+    try:
+        state = schedule.state_dict()
+    except Exception as failure:
+        if is_interrupt(failure):
+            raise
+        return {}
+    return state if isinstance(state, dict) else {}
 
 
 def _has_state(kind: type) -> bool:

@@ -54,6 +54,11 @@ class MasterWeights:
         self.add_pairs(params)
 
     @property
+    def are_ahead(self) -> bool:
+        """Whether they have stepped, and the model has not got the copy of that yet."""
+        return self._are_ahead
+
+    @property
     def pairs(self) -> tuple[MasterPair, ...]:
         """Every pair, in the order of the parameters."""
         return tuple(self._pairs.values())

@@ -8,6 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_pre_hook
+from torch.nn.parameter import is_lazy
 from torch.utils._python_dispatch import _disable_current_modes
 
 from amplab.trace.as_found import Undo, rebind
@@ -27,7 +28,8 @@ class _Buffers(NamedTuple):
     def of(cls, module: nn.Module) -> "_Buffers":
         is_scripted = isinstance(module, torch.jit.ScriptModule)  # whose children have no hooks
         names: dict[str, Tensor | None] = {} if is_scripted else dict(module._buffers)
-        return cls(module, names, [TensorCopy.of(each) for each in module.buffers(recurse=is_scripted)])
+        buffers = [each for each in module.buffers(recurse=is_scripted) if not is_lazy(each) and not each.is_nested]
+        return cls(module, names, [TensorCopy.of(each) for each in buffers])
 
     def restore(self) -> None:
         if self.names:

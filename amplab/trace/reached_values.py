@@ -5,6 +5,7 @@ from collections.abc import Callable, Container, Iterator
 from functools import partial
 from itertools import islice
 from typing import Any
+from weakref import ProxyTypes
 
 from torch.optim.lr_scheduler import LRScheduler
 
@@ -26,6 +27,8 @@ def reached_from(function: Callable[..., Any], names: Container[str] | None = No
     waiting = [(function, 0)]
     while waiting:
         value, depth = waiting.pop()
+        if type(value) in ProxyTypes:  # the object may be gone
+            continue
         if id(value) not in seen:
             yield value
         if depth < _DEPTH and id(value) not in seen and not isinstance(value, LRScheduler):

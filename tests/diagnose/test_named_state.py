@@ -1,6 +1,8 @@
 """GradScalers, buffers and generators that a step uses besides the model are as before after a tool, and in a watch."""
 
 import contextlib
+import types
+import weakref
 
 import numpy as np
 import pytest
@@ -220,3 +222,15 @@ def test_a_watch_that_runs_a_step_again_leaves_them(kind):
         return losses, int(projector.num_batches_tracked)
 
     assert trained(watched=True) == trained(watched=False)
+
+
+@pytest.mark.filterwarnings("ignore:.*:UserWarning")
+@pytest.mark.parametrize("tool", TOOLS)
+def test_what_a_step_names_may_be_gone(tool):
+    class Trainer:
+        pass
+
+    gone, model = Trainer(), nn.Linear(4, 4)
+    settings = types.SimpleNamespace(parent=weakref.proxy(gone))
+    del gone
+    assert tool(model, step=lambda: (settings, model(torch.ones(2, 4)).square().mean())[1]) is not NotImplemented

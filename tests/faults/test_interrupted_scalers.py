@@ -270,3 +270,27 @@ def test_an_error_of_the_optimizer_is_no_interrupt():
     assert loop.steps == {1.0}
     with pytest.raises(RuntimeError, match="already been called"):
         loop.scaler.step(loop.optimizer)
+
+
+def test_an_overflow_of_an_interrupted_iteration_is_over_once_a_state_is_loaded():
+    """As after Ctrl-C in a notebook, where a cell goes on from a checkpoint."""
+    parameter = torch.nn.Parameter(torch.ones(1))
+    optimizer, scaler = torch.optim.SGD([parameter], lr=0.1), GradScaler("cpu", init_scale=1024.0)
+    scaler.scale(parameter.sum()).backward()
+    scaler.step(optimizer)
+    scaler.update()
+    saved = scaler.state_dict()
+
+    def interrupted():
+        scaler.scale(parameter.sum() * float("inf")).backward()
+        scaler.unscale_(optimizer)
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        interrupted()
+    scaler.load_state_dict(saved)
+    optimizer.zero_grad()
+    scaler.scale(parameter.sum()).backward()
+    scaler.step(optimizer)
+    scaler.update()
+    assert scaler.get_scale() == 1024.0

@@ -6,6 +6,7 @@ import math
 import os
 import random
 import sys
+import threading
 import time
 from collections import deque
 from collections.abc import Iterator
@@ -783,6 +784,89 @@ def test_a_model_trains_in_the_modes_that_it_has(mode):
     experiment = Experiment(registered(model, data, step=lambda model, batch: model(batch).square().mean()))
     modes = [each.training for each in experiment.model.modules()]
     assert modes == ([True] * 5 if mode == "all eval" else [each.training for each in model.modules()])
+
+
+def test_an_optimizer_that_has_stepped_what_is_frozen_now_is_saved(tmp_path):
+    model = Tagger()
+    optimizer = torch.optim.Adam(model.named_parameters(), lr=0.01)
+    F.cross_entropy(model(TAGS[0][0]), TAGS[0][1]).backward()
+    optimizer.step()
+    model.words.requires_grad_(False)
+    trainer = Trainer(registered(model, TAGS, loss=F.cross_entropy, optimizer=optimizer), log=tmp_path)
+    trainer.run(3)
+    assert trainer.failures == ()
+    assert Experiment.load(trainer.log_path.with_suffix(".checkpoint"))[0].steps_done == 3
+
+
+class Meter:
+    """Has a state of another kind than schedules have."""
+
+    def __init__(self, state):
+        self.state = state
+
+    def state_dict(self):
+        if self.state is None:
+            raise ValueError("nothing was measured")
+        return self.state
+
+    def load_state_dict(self, state):
+        raise AssertionError
+
+
+@pytest.mark.parametrize("state", [None, [1, 2]])
+def test_what_a_hook_names_besides_a_schedule_ends_no_run(state, tmp_path):
+    meter = Meter(state)
+
+    def optimizer(weights):
+        stepped = torch.optim.SGD(weights, lr=0.1)
+        stepped.register_step_post_hook(lambda *_: vars(meter))
+        return stepped
+
+    trainer = Trainer(registered(Tagger(), TAGS, loss=F.cross_entropy, optimizer=optimizer), log=tmp_path)
+    trainer.run(3)
+    assert trainer.failures == ()
+    assert Experiment.load(trainer.log_path.with_suffix(".checkpoint"))[0].steps_done == 3
+
+
+def test_what_cannot_be_copied_beside_the_model_is_shared():
+    class Locked(torch.optim.SGD):
+        def __init__(self, weights):
+            super().__init__(weights, lr=0.1)
+            self.lock = threading.Lock()
+
+    class Criterion(nn.CrossEntropyLoss):
+        def __init__(self):
+            super().__init__()
+            self.lock = threading.Lock()
+
+    model = Tagger()
+    config = registered(model, TAGS, loss=Criterion(), optimizer=Locked(model.parameters()))
+    assert math.isfinite(Experiment(config).step().loss)
+
+
+class File:
+    """Reads from a file, which it closes at its end."""
+
+    def __init__(self, path):
+        self.file = path.open("rb")  # noqa: SIM115  it closes it itself
+
+    def __iter__(self):
+        self.file.seek(0)
+        return (TAGS[each % 3] for each in self.file.read())
+
+    def __del__(self):
+        self.file.close()
+
+
+def test_data_that_close_a_file_at_their_end_are_not_copied(tmp_path):
+    path = tmp_path / "data"
+    path.write_bytes(bytes(range(9)))
+    data = File(path)
+    trainer = Trainer(registered(Tagger(), data, loss=F.cross_entropy))
+    trainer.run(12)
+    trainer.reset()
+    trainer.run(3)
+    assert not data.file.closed
 
 
 def test_a_run_is_offered_under_another_name_with_the_parts_that_are_others(kernel, tmp_path, monkeypatch):

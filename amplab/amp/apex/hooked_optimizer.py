@@ -73,6 +73,12 @@ class _Overflow(NamedTuple):
     had_gradients: bool
 
 
+_SCHEDULED = frozenset(
+    ("lr", "initial_lr", "max_lr", "min_lr", "betas", "momentum", "base_momentum", "max_momentum", "weight_decay")
+)
+"""Settings of a group that a schedule may have changed in a hook of a skipped step, and a step itself does not."""
+
+
 class _Step(NamedTuple):
     """A step that is running: its frame, whether there were any gradients, and what one that is skipped leaves alone.
 
@@ -470,6 +476,8 @@ class HookedOptimizer:
         if self._step is not None and self._step.frame is not sys._getframe(1):
             return
         done = _STEPPED if self._step is None or self._step.had_gradients else _NO_GRADIENT
+        for group, before in () if self._step is None else self._step.groups:
+            group.update({name: value for name, value in before.items() if name not in _SCHEDULED})
         self._end_step()
         if done is _STEPPED and not is_alone():
             self._steps += 1
@@ -493,8 +501,6 @@ class HookedOptimizer:
         if self._step is not None:
             resume_casts(self._step.frame)
             put_back(self._step.parked)
-            for group, before in self._step.groups:
-                group.update(before)
             self._step = None
         if self.masters.pairs:
             with bookkeeping():

@@ -58,7 +58,9 @@ class MasterHooks:
             masters.follow_edits(module.parameters(recurse=False))
         for name, tensor in _own_tensors(module):
             if prefix + name in saved and tensor.dtype in LOW_PRECISION_DTYPES:
-                values = _with_values_of(tensor, self._master_of(tensor))
+                values = self._master_of(tensor)
+                if not any(masters.are_ahead for masters in self._masters):
+                    values = _with_values_of(tensor, values)
                 # Only keep_vars=True returns a Parameter.
                 wanted = values if isinstance(saved[prefix + name], Parameter) else values.detach()
                 saved[prefix + name] = wanted.float()

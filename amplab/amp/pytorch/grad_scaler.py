@@ -703,6 +703,10 @@ class GradScaler(torch.amp.GradScaler):
         if not self._enabled:
             return
         states = checked_states(state_dict, len(self._scales), self._scales[0].floor)
+        self._begin_if_interrupted()
+        self._before_interrupt = []  # an overflow before belongs to the scale that is replaced
+        if not self._per_optimizer_states:
+            self._by_loss = FoundByLoss()
         for each, state in zip(self._scales, states, strict=True):
             each.load_state_dict(state)
 

@@ -138,14 +138,15 @@ def read_run_state(path: Path, *, whole: bool = True) -> dict[str, Any]:
 
 
 def _grows_by_walking(state: Any) -> bool:
-    """Whether a walk has more than a million steps, and many for each container: lists in lists, all of them one."""
+    """Whether a walk has more than a million steps, and many for each element: lists in lists, all of them one."""
     sizes: dict[int, int] = {}  # of the walk through a container, by its id; 0 while it is being counted
-    waiting = [state]
+    waiting, elements = [state], 0
     while waiting:
         each = waiting[-1]
         inside = [*each.keys(), *each.values()] if isinstance(each, dict) else each if _is_container(each) else ()
         if id(each) not in sizes:
             sizes[id(each)] = 0
+            elements += len(inside)
             new = [child for child in inside if _is_container(child) and sizes.get(id(child)) != 0]
             if len(new) < sum(map(_is_container, inside)):
                 return True  # one that holds it
@@ -154,7 +155,7 @@ def _grows_by_walking(state: Any) -> bool:
         waiting.pop()
         if not sizes[id(each)]:
             sizes[id(each)] = 1 + sum(sizes.get(id(child), 1) if _is_container(child) else 1 for child in inside)
-    return sizes[id(state)] > _MOST_VISITS + 10 * len(sizes)
+    return sizes[id(state)] > _MOST_VISITS + 10 * elements
 
 
 def _is_version(value: Any) -> bool:

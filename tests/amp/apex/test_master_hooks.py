@@ -1,5 +1,6 @@
 """Checkpoints: float32 masters saved and loaded, and runs that resume bit for bit."""
 
+import contextlib
 import copy
 import io
 import threading
@@ -222,3 +223,23 @@ def test_a_model_that_serves_in_another_thread_takes_no_step_from_the_one_that_t
     pairs = list(zip(model.parameters(), session.master_params(optimizer), strict=True))
     assert served.is_set()
     assert all(torch.equal(param, master.to(param.dtype)) for param, master in pairs)
+
+
+@pytest.mark.parametrize("at", ["in a hook", "after an interrupt"])
+def test_a_model_that_is_saved_before_it_has_the_copy_of_its_step_has_the_masters(problem, at):
+    class Interrupted(torch.optim.SGD):
+        def step(self, closure=None):
+            super().step(closure)
+            if at == "after an interrupt":
+                raise KeyboardInterrupt
+
+    model, session, saved = problem.model(), amp.Session(), []
+    optimizer = Interrupted(model.parameters(), lr=0.05)
+    optimizer.register_step_post_hook(lambda *_: saved.append(copy.deepcopy(model.state_dict())))
+    session.initialize(model, optimizer, opt_level="O2", verbosity=0)
+    with contextlib.suppress(KeyboardInterrupt):
+        problem.train(session, model, optimizer, range(1))
+    if at == "after an interrupt":
+        saved.append(copy.deepcopy(model.state_dict()))
+    masters = dict(zip(dict(model.named_parameters()), session.master_params(optimizer), strict=True))
+    assert all(torch.equal(saved[-1][name], master) for name, master in masters.items())

@@ -150,3 +150,22 @@ def test_a_skipped_step_is_not_counted_by_an_optimizer_that_counts_in_its_groups
         optimizer.step()
         counts.append(optimizer.param_groups[0]["step"])
     assert counts == [1, 1, 2]
+
+
+@pytest.mark.parametrize("level", ["O1", "O2"])
+@pytest.mark.parametrize("first", [True, False])
+def test_a_schedule_in_a_hook_keeps_the_rate_that_it_sets_in_a_skipped_step(session, level, first):
+    model = torch.nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    schedule = torch.optim.lr_scheduler.StepLR(optimizer, 2)
+    if first:
+        optimizer.register_step_post_hook(lambda *_: schedule.step())
+    session.initialize(model, optimizer, opt_level=level, loss_scale="dynamic", verbosity=0)
+    if not first:
+        optimizer.register_step_post_hook(lambda *_: schedule.step())
+    for factor in (0.01, float("inf"), 0.01):
+        optimizer.zero_grad()
+        with session.casting(), session.scale_loss(model(torch.ones(1, 2)).sum() * factor, optimizer) as scaled_loss:
+            scaled_loss.backward()
+        optimizer.step()
+    assert optimizer.param_groups[0]["lr"] == schedule.get_last_lr()[0] == pytest.approx(0.01)

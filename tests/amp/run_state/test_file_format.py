@@ -215,6 +215,11 @@ def test_containers_that_are_there_twice_are_read(path):
     assert file_format.read_run_state(path)["extra"][2][1] == shared
 
 
+def test_long_lists_are_read(path):
+    file_format.write_run_state(path, {"extra": [[0.5] * 1_100_000]})
+    assert len(file_format.read_run_state(path)["extra"][0]) == 1_100_000
+
+
 @pytest.mark.parametrize("read", [shard_reader._size, shard_reader._word])
 def test_numbers_and_names_of_a_folder_that_are_such_containers_are_refused_at_once(read):
     with pytest.raises(TypeError):
