@@ -213,7 +213,7 @@ def _copy_of(data: Any) -> Any:
 
 def _parts_of_loader(loader: DataLoader[Any]) -> dict[str, Any]:
     sampler, batches = _copy_of(loader.sampler), _copy_of(loader.batch_sampler)
-    if hasattr(batches, "sampler"):
+    if "sampler" in getattr(batches, "__dict__", ()):
         batches.sampler = sampler if batches.sampler is loader.sampler else _copy_of(batches.sampler)
     parts = {"sampler": sampler, "batch_sampler": batches}
     if loader.num_workers:

@@ -54,7 +54,7 @@ from amplab.lab.models import MODELS, build_model
 from amplab.lab.past_skips import PastSkip, PastSkips
 from amplab.lab.rank_exchange import RankExchange
 from amplab.lab.saved_experiment import read_saved, unsaved_buffers
-from amplab.lab.schedule_states import left_out, load_states, schedules_in_hooks, states_of
+from amplab.lab.schedule_states import left_out, load_states, schedules_in_hooks, sets_rates, states_of
 from amplab.lab.session_settings import (
     kept_scales,
     needs_new_session,
@@ -396,11 +396,9 @@ class Experiment:
     def check_switch(self, old: ExperimentConfig, new: ExperimentConfig) -> None:
         """Raise ValueError if `switch` from `old` to `new` would."""
         refuse_new_weights(old, new)
-        if (
-            old.learning_rate != new.learning_rate
-            and old.optimizer == new.optimizer == OWN
-            and schedules_in_hooks(self._optimizers)
-        ):
+        is_own = old.optimizer == new.optimizer == OWN
+        schedules = [*filter(sets_rates, schedules_in_hooks(self._optimizers))] if is_own else []
+        if schedules and old.learning_rate != new.learning_rate:
             raise SettingRefused(
                 f"lr={new.learning_rate:g}: a schedule sets the learning rate, in a hook of your optimizer; change it "
                 "there, and open the lab again.",

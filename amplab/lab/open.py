@@ -65,7 +65,7 @@ class _Kernel:
             if old is not None and old.state == "ready" and config in (None, old.config):
                 return old, False
             if old is not None and old.state != "stopped" and old.has_begun:  # its runs stay beside the new one
-                old.reset(config)
+                old.reset(config or ExperimentConfig())
                 old.wait(_LONGEST_RESET)
                 return old, False
             self.trainer = new = Trainer(config, log=runs_directory())

@@ -315,7 +315,7 @@ def _check_parameters(model: nn.Module, makers: dict[str, Any]) -> None:
     for given in makers.values():
         if not isinstance(given, Optimizer):
             continue
-        if any(hooks_of(given)):
+        if any(not _is_amplabs(hook) for hooks in hooks_of(given) for hook in hooks.values()):
             raise ValueError(
                 f"optimizer={type(given).__name__}: has hooks, which belong to it, and Reset and Compare need others; "
                 "pass a function that makes the optimizer with its hooks, optimizer=lambda weights: …."
@@ -325,6 +325,12 @@ def _check_parameters(model: nn.Module, makers: dict[str, Any]) -> None:
                 f"optimizer={type(given).__name__}: steps parameters that are not the model's; expected an optimizer "
                 "of model.parameters()."
             )
+
+
+def _is_amplabs(hook: Any) -> bool:
+    """Whether a hook is one of a watch or a session, which the copies need not have."""
+    owner = getattr(hook, "__self__", hook)
+    return str(getattr(hook, "__module__", None) or type(owner).__module__).partition(".")[0] == "amplab"
 
 
 def _check_loss(loss: Any) -> None:

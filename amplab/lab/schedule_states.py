@@ -10,13 +10,14 @@ import numpy as np
 import torch
 from torch import nn
 from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
 
 from amplab.amp.apex.before_initialize import hooks_of
 from amplab.amp.run_state.file_format import is_loadable
 from amplab.policies.signals import is_interrupt
 from amplab.trace.reached_values import reached_from
 
-__all__ = ["left_out", "load_states", "schedules_in_hooks", "states_of"]
+__all__ = ["left_out", "load_states", "schedules_in_hooks", "sets_rates", "states_of"]
 
 _OTHERS = nn.Module, Optimizer, torch.amp.GradScaler, type
 
@@ -26,6 +27,12 @@ def schedules_in_hooks(optimizers: Sequence[Optimizer]) -> list[Any]:
     hooks = (hook for each in optimizers for hooks in hooks_of(each) for hook in hooks.values())
     reached = {id(each): each for hook in hooks for each in reached_from(hook)}.values()
     return [each for each in reached if not isinstance(each, _OTHERS) and _has_state(type(each))]
+
+
+def sets_rates(schedule: Any) -> bool:
+    """Whether an object is a schedule of learning rates: an LRScheduler, or it has an optimizer."""
+    own = getattr(schedule, "__dict__", {})
+    return isinstance(schedule, LRScheduler) or any(isinstance(each, Optimizer) for each in own.values())
 
 
 def states_of(schedules: Sequence[Any]) -> list[dict[str, Any]]:

@@ -6,9 +6,11 @@ numbers. Compiled *modules* are refused (`argument_checks`).
 """
 
 import sys
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
+from typing import Any
 
 import torch
 
@@ -53,15 +55,46 @@ def clear_cast_caches() -> None:
         engine.clear_cache()
 
 
+class _Eager:
+    """The blocks of `compiled_functions_eagerly` that run: torch has one stance for all threads.
+
+    The first one sets it, and the last one restores it, whichever these are.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.RLock()  # a signal's handler may begin a block in another one's first line
+        self._blocks: set[object] = set()
+        self._before: Any = None
+
+    def enter(self, block: object) -> None:
+        with self._lock:
+            is_first = not self._blocks
+            if is_first:
+                self._before = sys.modules["torch._dynamo.eval_frame"]._stance
+            self._blocks.add(block)  # first: an interrupt may follow
+            if is_first:
+                torch.compiler.set_stance("force_eager")
+
+    def leave(self, block: object) -> None:
+        """A second call for a block does nothing."""
+        with self._lock:
+            if self._blocks == {block}:
+                sys.modules["torch._dynamo.eval_frame"]._set_stance(self._before)
+            self._blocks.discard(block)
+
+
+_EAGER = _Eager()
+
+
 @contextmanager
 def compiled_functions_eagerly() -> Iterator[None]:
     """Run functions given to `torch.compile` eagerly in the block. Imports no compiler.
 
     Reference: torch.compiler.set_stance.
     """
-    eval_frame = sys.modules.get("torch._dynamo.eval_frame")
     with Undo() as undo:
-        if eval_frame is not None:
-            undo.add(partial(eval_frame._set_stance, eval_frame._stance))
-            torch.compiler.set_stance("force_eager")
+        if "torch._dynamo.eval_frame" in sys.modules:
+            block = object()
+            undo.add(partial(_EAGER.leave, block))
+            _EAGER.enter(block)
         yield

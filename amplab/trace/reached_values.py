@@ -12,6 +12,8 @@ from torch.optim.lr_scheduler import LRScheduler
 __all__ = ["cell_contents", "reached_from"]
 
 _MOST_ELEMENTS = 1_000  # of a container: a list of examples is long
+_MOST_OBJECTS = 20_000
+_PLAIN = frozenset((bool, int, float, complex, str, bytes, type(None)))
 _DEPTH = 4
 """How many functions and objects away from the function the search goes."""
 
@@ -19,13 +21,15 @@ _DEPTH = 4
 def reached_from(function: Callable[..., Any], names: Container[str] | None = None) -> Iterator[Any]:
     """What a function can reach by the names in its code, itself first: functions, and the contents of objects.
 
+    Numbers and text are left out.
+
     Args:
         function: the function.
         names: the attributes of objects to follow; None for all.
     """
     seen: set[int] = set()
     waiting = [(function, 0)]
-    while waiting:
+    while waiting and len(seen) < _MOST_OBJECTS:
         value, depth = waiting.pop()
         if type(value) in ProxyTypes:  # the object may be gone
             continue
@@ -33,7 +37,7 @@ def reached_from(function: Callable[..., Any], names: Container[str] | None = No
             yield value
         if depth < _DEPTH and id(value) not in seen and not isinstance(value, LRScheduler):
             seen.add(id(value))
-            waiting += [(each, depth + 1) for each in _named_in(value, names)]
+            waiting += [(each, depth + 1) for each in _named_in(value, names) if type(each) not in _PLAIN]
 
 
 def _named_in(value: Any, names: Container[str] | None) -> Iterator[Any]:

@@ -403,3 +403,17 @@ def test_reading_that_is_stopped_goes_on_where_it_was(monkeypatch):
     assert read == [0, 1, 2]
     assert batches.batch(20) == 20
     assert read == list(range(21))
+
+
+class Buckets:
+    """A sampler of batches whose sampler is a property."""
+
+    sampler = property(lambda _self: None)
+
+    def __iter__(self):
+        return iter([[0, 1], [2, 3]])
+
+
+def test_a_sampler_of_batches_that_lets_no_one_set_its_sampler_is_read():
+    batches = Batches(DataLoader(torch.arange(4), batch_sampler=Buckets()), 0)
+    assert [batches.batch(step).tolist() for step in range(3)] == [[0, 1], [2, 3], [0, 1]]

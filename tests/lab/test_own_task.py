@@ -844,11 +844,27 @@ def test_what_cannot_be_copied_beside_the_model_is_shared():
     assert math.isfinite(Experiment(config).step().loss)
 
 
+def test_an_optimizer_of_a_watch_is_taken_and_an_average_in_a_hook_is_no_schedule():
+    model, average = Tagger(), Meter({"steps": 0})
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with amplab.watch(model, optimizer):
+        registered(model, TAGS, loss=F.cross_entropy, optimizer=optimizer)
+
+    def averaged(weights):
+        stepped = torch.optim.SGD(weights, lr=0.1)
+        stepped.register_step_post_hook(lambda *_: vars(average))
+        return stepped
+
+    experiment = Experiment(registered(Tagger(), TAGS, loss=F.cross_entropy, optimizer=averaged))
+    experiment.switch(experiment.config.changed(lr=0.3))
+    assert experiment.optimizer.param_groups[0]["lr"] == 0.3
+
+
 class File:
     """Reads from a file, which it closes at its end."""
 
     def __init__(self, path):
-        self.file = path.open("rb")  # noqa: SIM115  it closes it itself
+        self.file = path.open("rb")
 
     def __iter__(self):
         self.file.seek(0)

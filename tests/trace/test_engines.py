@@ -1,7 +1,9 @@
 """A function given to torch.compile that a model calls is seen as it is written."""
 
+import importlib
 import subprocess
 import sys
+import threading
 
 import torch
 from torch import nn
@@ -9,6 +11,7 @@ from torch import nn
 import amplab
 from amplab.diagnose import followed_step
 from amplab.trace import trace_step
+from amplab.trace.engines import compiled_functions_eagerly
 
 
 def waves(x):
@@ -60,3 +63,23 @@ def test_an_xray_of_one():
     found = amplab.xray(Calls(torch.compile(waves, backend="aot_eager")), torch.ones(3, 4), opt_level="O1")
     called = [row["op"] for row in found.rows() if row["phase"] == "forward" and row["module"] == "Calls"]
     assert [op for op in called if op != "cast"] == ["sin", "cos", "add"]
+
+
+def test_blocks_of_two_threads_that_overlap_leave_functions_to_the_compiler():
+    """The block that begins last ends last: torch has one stance for all threads."""
+    eval_frame = importlib.import_module("torch._dynamo.eval_frame")
+    before, begun, ended = eval_frame._stance.stance, threading.Event(), threading.Event()
+
+    def other():
+        with compiled_functions_eagerly():
+            begun.set()
+            ended.wait(10)
+
+    thread = threading.Thread(target=other)
+    with compiled_functions_eagerly():
+        thread.start()
+        begun.wait(10)
+    assert eval_frame._stance.stance == "force_eager"
+    ended.set()
+    thread.join()
+    assert eval_frame._stance.stance == before
