@@ -170,7 +170,6 @@ def test_a_block_within_the_block_is_refused_and_the_outer_one_goes_on():
 @pytest.mark.parametrize("block", ["none", "before", "after"])
 def test_batches_that_are_read_outside_of_the_block_are_returned_and_leave_nothing(block):
     model, optimizer = loop()
-    hooks_before = dict(optimizer_module._global_optimizer_pre_hooks)
     given = [torch.ones(3, 4) * number for number in range(3)]
     w = watch(model, optimizer)
     if block == "before":
@@ -196,7 +195,7 @@ def test_batches_that_are_read_outside_of_the_block_are_returned_and_leave_nothi
     assert _get_current_dispatch_mode_stack() == []
     assert not model._forward_hooks
     assert not any(each._backward_hooks for each in model.parameters())
-    assert optimizer_module._global_optimizer_pre_hooks == hooks_before
+    assert not optimizer._optimizer_step_pre_hooks  # those on all optimizers may stay where there are other threads
     assert not optimizer_module._global_optimizer_post_hooks
 
 
