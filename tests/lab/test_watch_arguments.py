@@ -7,7 +7,6 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
-from torch.optim import optimizer as optimizer_module
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from amplab.formats import exponent_histogram
@@ -196,7 +195,6 @@ def test_batches_that_are_read_outside_of_the_block_are_returned_and_leave_nothi
     assert not model._forward_hooks
     assert not any(each._backward_hooks for each in model.parameters())
     assert not optimizer._optimizer_step_pre_hooks  # those on all optimizers may stay where there are other threads
-    assert not optimizer_module._global_optimizer_post_hooks
 
 
 def test_batches_that_are_named_before_the_epochs_are_read_in_each():
