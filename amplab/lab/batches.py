@@ -147,9 +147,10 @@ class Batches:
         told = time.monotonic()
         while chosen.next <= step:
             chosen = self._read(chosen)
-            if time.monotonic() - told > _PATIENCE:
+            left = step - chosen.next
+            if left > 0 and time.monotonic() - told > _PATIENCE:  # the batch of the step itself may take its time
                 told = time.monotonic()
-                if not self.goes_on(step - chosen.next):
+                if not self.goes_on(left):
                     raise ReadingStopped(f"reading the batches before step {step} was stopped at {chosen.next}")
 
     def _read(self, current: _Pass) -> _Pass:

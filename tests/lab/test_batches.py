@@ -387,6 +387,15 @@ def test_data_that_count_their_epochs_give_every_run_the_same_batches(kind):
     assert counting.epoch == 0
 
 
+def test_a_slow_loader_that_has_only_the_next_batch_to_read_is_not_told(monkeypatch):
+    monkeypatch.setattr("amplab.lab.batches._PATIENCE", -1.0)
+    batches = Batches([torch.tensor(each) for each in range(3)], seed=0)
+    told = []
+    batches.goes_on = told.append  # None: a reading that asks stops
+    assert [batches.batch(step).item() for step in range(7)] == [0, 1, 2, 0, 1, 2, 0]
+    assert not told
+
+
 def test_reading_that_is_stopped_goes_on_where_it_was(monkeypatch):
     monkeypatch.setattr("amplab.lab.batches._PATIENCE", 0.0)
     read, wanted = [], [True, True, False, True]

@@ -201,6 +201,14 @@ def test_what_another_process_writes_to_shared_memory_meanwhile_stays(tool):
     assert model.bias[0] == model.running[0] == updates.value
 
 
+def check_the_averaged_gradient(model):
+    gradient = model.module[0].weight.grad
+    both = [torch.empty_like(gradient) for _ in range(2)]
+    torch.distributed.all_gather(both, gradient)
+    assert torch.equal(*both)
+    assert gradient.count_nonzero()
+
+
 def train_on(rank, tool):
     """Call a tool on every rank, as in the middle of a training, and compare the gradients of the step after it."""
     model, x = nn.parallel.DistributedDataParallel(model_of()), torch.full((2, 4), float(rank + 1))
@@ -208,11 +216,7 @@ def train_on(rank, tool):
     model.zero_grad()
     TOOLS[tool](model, x)
     model(x).square().sum().backward()
-    gradient = model.module[0].weight.grad
-    both = [torch.empty_like(gradient) for _ in range(2)]
-    torch.distributed.all_gather(both, gradient)
-    assert torch.equal(*both)
-    assert gradient.count_nonzero()
+    check_the_averaged_gradient(model)
 
 
 @pytest.mark.parametrize("tool", TOOLS)
@@ -229,11 +233,7 @@ def train_in_a_profile(rank, tool):
         with pytest.raises(RuntimeError, match=r"torch\.profiler\.profile\(record_shapes=True\).*drop the object"):
             TOOLS[tool](model, x)
         model(x).square().sum().backward()
-    gradient = model.module[0].weight.grad
-    both = [torch.empty_like(gradient) for _ in range(2)]
-    torch.distributed.all_gather(both, gradient)
-    assert torch.equal(*both)
-    assert gradient.count_nonzero()
+    check_the_averaged_gradient(model)
 
 
 @pytest.mark.parametrize("tool", TOOLS)
