@@ -1,7 +1,7 @@
 """One optimizer of a session: its masters, its gradients around a backward, and its skipped steps.
 
     scale_loss      new gradients are unscaled and added to earlier ones; half ones go to the float32 masters
-    before step     for a skipped step every gradient is parked, so that the step changes nothing
+    before step     a skipped step is taken by an optimizer `without_parameters`, and gradients are parked
     after step      parked gradients are put back, or the masters are written back to the model
 
 Values that are written to half weights before the first of these (rank 0's weights, for example) reach the masters.
@@ -38,6 +38,7 @@ from amplab.amp.backward.gradients import (
 )
 from amplab.amp.backward.optimizer_params import cast_state, follow_model, replace_params
 from amplab.amp.backward.records import ScaleRecord, StepOutcome
+from amplab.amp.backward.without_parameters import without_parameters
 from amplab.formats import LOW_PRECISION_DTYPES
 from amplab.parallel.combined_reducer import CombinedReducer
 from amplab.parallel.ranks import has_other_ranks, is_alone
@@ -73,22 +74,12 @@ class _Overflow(NamedTuple):
     had_gradients: bool
 
 
-_SCHEDULED = frozenset(
-    ("lr", "initial_lr", "max_lr", "min_lr", "betas", "momentum", "base_momentum", "max_momentum", "weight_decay")
-)
-"""Settings of a group that a schedule may have changed in a hook of a skipped step, and a step itself does not."""
-
-
 class _Step(NamedTuple):
-    """A step that is running: its frame, whether there were any gradients, and what one that is skipped leaves alone.
-
-    These are the gradients, which are parked, and the settings of the groups: an optimizer may count its steps there.
-    """
+    """A step that is running: its frame, the gradients that are parked, and whether there were any."""
 
     frame: FrameType
     parked: list[SetAside]
     had_gradients: bool
-    groups: list[tuple[dict[str, Any], dict[str, Any]]]
 
 
 class HookedOptimizer:
@@ -462,22 +453,19 @@ class HookedOptimizer:
             if self._reducer is not None:
                 self._reducer.refuse_strays()
             gradients = gradients_of(self._current_params())
-            groups = [(group, dict(group)) for group in optimizer.param_groups] if self._overflow else []
-            self._step = _Step(frame, gradients if self._overflow else [], bool(gradients), groups)
-            for param, _ in self._step.parked:  # a step without gradients changes nothing
+            self._step = _Step(frame, gradients if self._overflow else [], bool(gradients))
+            for param, _ in self._step.parked:  # for an optimizer around another one
                 param.grad = None
             if self._overflow is None and gradients:
                 self.masters.begin_step(partial(is_running, frame, get_ident()))
         if not self._casts_in_step:
             suspend_casts(frame)
-        return None
+        return ((without_parameters(optimizer), *args[1:]), kwargs) if self._overflow else None
 
     def _after_step(self, _optimizer: Optimizer, _args: tuple[Any, ...], _kwargs: dict[str, Any]) -> None:
         if self._step is not None and self._step.frame is not sys._getframe(1):
             return
         done = _STEPPED if self._step is None or self._step.had_gradients else _NO_GRADIENT
-        for group, before in () if self._step is None else self._step.groups:
-            group.update({name: value for name, value in before.items() if name not in _SCHEDULED})
         self._end_step()
         if done is _STEPPED and not is_alone():
             self._steps += 1

@@ -124,32 +124,73 @@ def check(models, losses, optimizers, overflowing, **options):
         assert all(map(torch.equal, setups[0].weights(), setups[1].weights()))
 
 
-def test_a_skipped_step_is_not_counted_by_an_optimizer_that_counts_in_its_groups(session):
-    """As apex's optimizers do, and those of one's own."""
+class OfOnesOwn(torch.optim.Optimizer):
+    """Counts wherever an optimizer can, and asks for the device of its first parameter, as apex's FusedLAMB does."""
 
-    class Counting(torch.optim.Optimizer):
-        def __init__(self, params):
-            super().__init__(params, {"lr": 0.1, "step": 0})
+    def __init__(self, params, **settings):
+        super().__init__(params, {"lr": 0.1, "step": 0, "count": torch.zeros(()), "seen": [], **settings})
+        self.steps, self.state["all"]["step"] = 0, 0
 
-        @torch.no_grad()
-        def step(self, closure=None):
-            for group in self.param_groups:
-                group["step"] += 1
-                for param in group["params"]:
-                    if param.grad is not None:
-                        param.add_(param.grad, alpha=-group["lr"] / group["step"])
+    @torch.no_grad()
+    def step(self, closure=None):
+        self.steps += 1
+        self.state["all"]["step"] += 1
+        one = torch.ones((), device=self.param_groups[0]["params"][0].device)
+        for group in self.param_groups:
+            group["step"] += 1
+            group["count"] += one
+            group["seen"].append(group["step"])
+            for param in group["params"]:
+                self.update(param, group["lr"])
 
+    def counts(self):
+        group = self.param_groups[0]
+        return [self.steps, self.state["all"]["step"], group["step"], int(group["count"]), len(group["seen"])]
+
+    def update(self, param, lr):
+        if param.grad is not None:
+            param.sub_(param.grad, alpha=lr)
+
+
+class Decays(OfOnesOwn):
+    """Decays weights before it asks whether there is a gradient."""
+
+    def update(self, param, lr):
+        param.mul_(1 - lr)
+        super().update(param, lr)
+
+
+class NeverAsks(OfOnesOwn):
+    """Uses gradients without asking whether there are any."""
+
+    def update(self, param, lr):
+        param.sub_(param.grad.clamp(-1, 1), alpha=lr)
+        self.state[param]["updates"] = self.state[param].get("updates", 0) + 1
+
+
+@pytest.mark.parametrize("level", ["O0", "O1", "O2", "O3"])
+@pytest.mark.parametrize("kind", [OfOnesOwn, Decays, NeverAsks])
+def test_a_skipped_step_changes_nothing_of_an_optimizer_of_ones_own(session, level, kind):
     model = torch.nn.Linear(2, 1)
-    optimizer = Counting(model.parameters())
-    session.initialize(model, optimizer, opt_level="O1", loss_scale="dynamic", verbosity=0)
-    counts = []
+    optimizer = kind(model.parameters())
+    model, optimizer = session.initialize(model, optimizer, opt_level=level, loss_scale="dynamic", verbosity=0)
+    counts, weights = [], []
     for factor in (0.1, float("inf"), 0.1):
         optimizer.zero_grad()
         with session.casting(), session.scale_loss(model(torch.ones(1, 2)).sum() * factor, optimizer) as scaled_loss:
             scaled_loss.backward()
         optimizer.step()
-        counts.append(optimizer.param_groups[0]["step"])
-    assert counts == [1, 1, 2]
+        counts.append(optimizer.counts())
+        weights.append([param.detach().clone() for param in amp_params(optimizer)])
+    assert counts == [[1] * 5, [1] * 5, [2] * 5]
+    assert all(map(torch.equal, weights[0], weights[1]))
+    assert not any(map(torch.equal, weights[1], weights[2]))
+    if kind is NeverAsks:
+        assert [optimizer.state[param]["updates"] for param in amp_params(optimizer)] == [2, 2]
+
+
+def amp_params(optimizer):
+    return [param for group in optimizer.param_groups for param in group["params"]]
 
 
 @pytest.mark.parametrize("level", ["O1", "O2"])
