@@ -47,6 +47,7 @@ __all__ = [
     "RunsChanged",
     "SkipExplained",
     "StagesReady",
+    "Reading",
     "StateChanged",
     "StepRecord",
     "StepRow",
@@ -187,6 +188,14 @@ class StateChanged:
 
 
 @dataclass(frozen=True)
+class Reading:
+    """Before that of ``step``, ``left`` batches are still to be read; told once a second."""
+
+    step: int
+    left: int
+
+
+@dataclass(frozen=True)
 class ConfigChanged:
     """``config`` is in effect from ``step`` on; ``reset`` means that another run is in place of the former one.
 
@@ -313,6 +322,7 @@ class Failed:
 Event = (
     StepRecord
     | StateChanged
+    | Reading
     | ConfigChanged
     | TraceReady
     | LevelTraced

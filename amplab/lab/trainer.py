@@ -43,6 +43,7 @@ from amplab.lab.events import (
     LevelTraced,
     MemoryCounted,
     Publisher,
+    Reading,
     RunsChanged,
     StagesReady,
     StateChanged,
@@ -158,7 +159,7 @@ class Trainer:
         self._speed: float | None = None
         self._due = 0.0  # when the next step may begin, by time.monotonic()
         self._failure: Failed | None = None  # of the present run; a reset has changed the state already
-        self._has_reported_kernels = self._has_reported_buffers = self._has_told_reading = False
+        self._has_reported_kernels = self._has_reported_buffers = False
         self._nonfinite_buffers: tuple[str, ...] = ()
         self._experiment.task.tell_of_reading(self._goes_on_reading)
         kernels.ensure(on_report=_no_warning)
@@ -683,11 +684,8 @@ class Trainer:
             self._end_at_limit()
 
     def _goes_on_reading(self, left: int) -> bool:
-        """Tell once that batches are read before that of the next step; stop when a pause or a reset is wanted."""
-        if not self._has_told_reading:
-            self._has_told_reading = True
-            note = f"{left:,} batches before that of step {len(self.history):,} are still to be read."
-            self._publisher.publish(StateChanged(self._announced, len(self.history), note))
+        """Tell how many batches are still to be read; stop when a pause or a reset is wanted."""
+        self._publisher.publish(Reading(len(self.history), left))
         return self._state == self._announced
 
     def _train_once(self) -> None:
@@ -736,7 +734,7 @@ class Trainer:
                 self._enter("paused", note)
 
     def _announce(self, state: str, note: str) -> None:
-        self._announced, self._has_told_reading = state, False
+        self._announced = state
         self._report_kernels()
         if state != "running":
             self._store.flush()

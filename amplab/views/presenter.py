@@ -200,8 +200,7 @@ class Presenter:
             self._board.remove_kind("offer")
             self.parts.notices.notices = self._board.payload()
         if event.note:
-            title = "Paused" if event.state == "paused" else "Reading the data"
-            self._put(Notice("note", title, event.note, of_run=True))
+            self._put(Notice("note", "Paused", event.note, of_run=True))
 
     def _on_config(self, event: ConfigChanged) -> None:
         if event.reset:

@@ -14,7 +14,9 @@ from amplab.lab import (
     ConfigRemedy,
     Event,
     Progress,
+    Reading,
     RunStatus,
+    StateChanged,
     Trainer,
     config_remedy,
     run_status,
@@ -36,7 +38,12 @@ FAILED = "Training has failed; the message above says why. Reset to start again.
 
 
 def status_payload(
-    status: RunStatus, *, state: str = "running", button: str | None = None, comparison: Progress | None = None
+    status: RunStatus,
+    *,
+    state: str = "running",
+    button: str | None = None,
+    comparison: Progress | None = None,
+    reading: Reading | None = None,
 ) -> dict[str, Any]:
     """Return what the line shows.
 
@@ -45,11 +52,14 @@ def status_payload(
         state: State of the trainer.
         button: Text of the button, None for none.
         comparison: How far the runs are that train before this one goes on, None for none.
+        reading: What is read before this one goes on, None for nothing.
     """
     if state == "running" and comparison is not None:
         other = f"{comparison.name} trains, run {comparison.run} of {comparison.runs}"
-        text = f"This run waits: {other}. Stop is in the tab Runs."
-        return {"kind": "waiting", "tone": "odd", "text": text, "state": "", "step": None, "button": None}
+        return _waiting("waiting", f"This run waits: {other}. Stop is in the tab Runs.")
+    if state == "running" and reading is not None:
+        left = f"Still to be read: {reading.left:,}."
+        return _waiting("reading", f"Reading the batches before step {reading.step:,}. {left}")
     if state == "failed":
         status = replace(status, kind="damaged", text=FAILED)
     ready = status.kind == "ready"
@@ -61,6 +71,10 @@ def status_payload(
         "step": status.step,
         "button": button,
     }
+
+
+def _waiting(kind: str, text: str) -> dict[str, Any]:
+    return {"kind": kind, "tone": "odd", "text": text, "state": "", "step": None, "button": None}
 
 
 class Status:
@@ -76,6 +90,7 @@ class Status:
         self._trainer, self._show = trainer, show
         self._pace = Pace(PERIOD, wake)
         self._before: tuple[int, ExperimentConfig] | None = None  # step and config before the latest change
+        self._reading: Reading | None = None
         self._remedy: ConfigRemedy | None = None
         self._remedied: tuple[object, ...] = ()  # what the remedy was chosen for
 
@@ -83,6 +98,8 @@ class Status:
         """Remember the config before a change, and write the line at once."""
         if isinstance(event, ConfigChanged):
             self._before = None if event.reset else (event.step, event.previous)
+        if isinstance(event, (Reading, StateChanged)):
+            self._reading = event if isinstance(event, Reading) else None
         self._pace.hurry()
 
     def on_message(self) -> str | None:
@@ -99,14 +116,16 @@ class Status:
         trainer, history = self._trainer, self._trainer.history
         present = (len(history), history.explained_count, trainer.state, trainer.config, trainer.nonfinite_buffers)
         comparison = trainer.comparison
-        if not self._pace.is_due((*present, comparison and comparison.name)):
+        reading = self._reading if self._reading and self._reading.step == len(history) else None
+        if not self._pace.is_due((*present, comparison and comparison.name, reading)):
             return
         config = trainer.config
         floor = config.min_loss_scale if config.is_dynamic else None
         measured = Measured(task_choice(config.task), nonfinite_buffers=trainer.nonfinite_buffers)
         status = run_status(history, floor=floor, learning_rate=config.learning_rate, measured=measured)
         button = self._button(status)
-        self._show(status_payload(status, state=trainer.state, button=button, comparison=comparison))
+        shown = status_payload(status, state=trainer.state, button=button, comparison=comparison, reading=reading)
+        self._show(shown)
 
     def _button(self, status: RunStatus) -> str | None:
         """Choose the remedy once for each bad status: to take back the change before it, or that of a finding."""

@@ -1,13 +1,16 @@
 """What the tests of the lab share: a folder for run logs, a small trainer, an ear for its events."""
 
+import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+import torch
 
-from amplab.lab import Event, ExperimentConfig, StateChanged, Trainer
+from amplab.lab import TASKS, Event, ExperimentConfig, StateChanged, Trainer
+from amplab.lab.own_task import forget_own
 
 
 @pytest.fixture(autouse=True)
@@ -65,3 +68,26 @@ def until() -> Callable[[Callable[[], bool]], None]:
             time.sleep(0.002)
 
     return wait
+
+
+@pytest.fixture
+def nothing_own() -> Iterator[None]:
+    """Forget the models of one's own that a test has given."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+    forget_own(set())
+    assert set(TASKS) & {"own", "own-2"} == set()
+
+
+@pytest.fixture
+def kernel(monkeypatch: pytest.MonkeyPatch):
+    """A kernel of its own."""
+    pytest.importorskip("amplab.views")
+    kernel = sys.modules["amplab.lab.open"]._Kernel()
+    monkeypatch.setattr(sys.modules["amplab.lab.open"], "_kernel", kernel)
+    yield kernel
+    if kernel.trainer is not None:
+        kernel.trainer.stop()
+        assert kernel.trainer.wait(10)

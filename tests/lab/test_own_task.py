@@ -1,193 +1,36 @@
 """A model, data and a loss of one's own in the lab: as in plain torch, and with all that the lab does."""
 
 import copy
-import itertools
 import math
-import os
 import random
-import sys
 import threading
-import time
-from collections import deque
-from collections.abc import Iterator
-from functools import partial
 
 import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from own_models import DRAWN, IMAGES, OWN, TAGS, Meter, ResNet, Tagger, gan, registered
 from rateless_optimizers import RATELESS, Relative
 from torch import Tensor, nn
-from torch.optim import lr_scheduler
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader
 
 import amplab.lab
 from amplab.lab import (
-    MODELS,
     TASKS,
     Experiment,
-    ExperimentConfig,
     Failed,
     GradientsReady,
     MemoryCounted,
     StagesReady,
-    StateChanged,
     TraceReady,
     Trainer,
     TwinReady,
-    checkpoints,
     config_remedy,
-    load_run,
     report,
 )
 from amplab.lab.kept_runs import MOST_RUNS
-from amplab.lab.own_task import check_devices, forget_own, register_own
-from amplab.views.notice_board import saved_offer
 
-
-class Block(nn.Module):
-    """As a torchvision ResNet has it, with an in-place ReLU."""
-
-    def __init__(self, channels: int) -> None:
-        super().__init__()
-        self.conv1 = nn.Conv2d(channels, channels, 3, padding=1, bias=False)
-        self.bn1 = nn.BatchNorm2d(channels)
-        self.conv2 = nn.Conv2d(channels, channels, 3, padding=1, bias=False)
-        self.bn2 = nn.BatchNorm2d(channels)
-        self.relu = nn.ReLU(inplace=True)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.relu(x + self.bn2(self.conv2(self.relu(self.bn1(self.conv1(x))))))
-
-
-class ResNet(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.stem, self.block = nn.Conv2d(3, 8, 3, padding=1), Block(8)
-        self.dropout, self.fc = nn.Dropout(0.3), nn.Linear(8, 4)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.fc(self.dropout(self.block(self.stem(x)).mean((2, 3))))
-
-
-class Output(dict):
-    """What a transformer of Hugging Face returns: a dict with attributes."""
-
-    def __getattr__(self, name):
-        if name in self:
-            return self[name]
-        raise AttributeError(name)
-
-
-class Classifier(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.words = nn.Embedding(50, 16)
-        self.layer = nn.TransformerEncoderLayer(16, 2, 32, dropout=0.1, batch_first=True)
-        self.head = nn.Linear(16, 3)
-
-    def forward(self, input_ids, attention_mask=None, labels=None):
-        hidden = self.layer(self.words(input_ids), src_key_padding_mask=~attention_mask.bool())
-        logits = self.head(hidden[:, 0])
-        return Output(loss=None if labels is None else F.cross_entropy(logits, labels), logits=logits)
-
-
-class Tagger(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.words, self.gru, self.out = nn.Embedding(20, 8), nn.GRU(8, 8, batch_first=True), nn.Linear(8, 20)
-
-    def forward(self, ids: Tensor) -> Tensor:
-        return self.out(self.gru(self.words(ids))[0]).transpose(1, 2)
-
-
-ONE = Tagger()
-
-
-class TwoInputs(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.left, self.right, self.out = nn.Linear(8, 16), nn.Linear(5, 16), nn.Linear(16, 1)
-
-    def forward(self, left: Tensor, right: Tensor) -> Tensor:
-        return self.out(torch.tanh(self.left(left) + self.right(right))).squeeze(-1)
-
-
-DRAWN = torch.Generator().manual_seed(0)
-IMAGES = TensorDataset(torch.rand(24, 3, 6, 6, generator=DRAWN), torch.arange(24) % 4)
-TEXTS = [
-    {
-        "input_ids": torch.randint(0, 50, (4, 6), generator=DRAWN),
-        "attention_mask": torch.ones(4, 6, dtype=torch.long),
-        "labels": torch.randint(0, 3, (4,), generator=DRAWN),
-        "ids_of_rows": torch.arange(4),
-    }
-    for _ in range(3)
-]
-SIZES = {"left": (8,), "right": (5,), "target": ()}
-TAGS = [tuple(torch.randint(0, 20, (2, 4, 5), generator=DRAWN)) for _ in range(3)]
-
-PAIRS = [{name: torch.randn(6, *size, generator=DRAWN) for name, size in SIZES.items()} for _ in range(3)]
-
-
-def loader() -> DataLoader:
-    return DataLoader(IMAGES, batch_size=8, shuffle=True)
-
-
-def judged(model: nn.Module, x: Tensor, target: float) -> Tensor:
-    logits = model(x)
-    return F.binary_cross_entropy_with_logits(logits, torch.full_like(logits, target))
-
-
-def gan() -> dict:
-    models = {"G": nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Linear(8, 8)), "D": nn.Linear(8, 1)}
-    real = lambda models, x: judged(models["D"], x, 1.0)  # noqa: E731
-    fake = lambda models, x: judged(models["D"], models["G"](torch.randn(8, 4)).detach(), 0.0)  # noqa: E731
-    generate = lambda models, x: judged(models["D"], models["G"](torch.randn(8, 4)), 1.0)  # noqa: E731
-    return {
-        "model": models,
-        "data": [torch.randn(8, 8, generator=DRAWN)],
-        "step": {"D": [real, fake], "G": generate},
-        "optimizer": lambda weights: torch.optim.SGD(weights, lr=0.05),
-    }
-
-
-OWN = {
-    "resnet": lambda: {
-        "model": ResNet(),
-        "data": loader(),
-        "loss": nn.CrossEntropyLoss(),
-        "optimizer": lambda weights: torch.optim.SGD(weights, lr=0.05),
-    },
-    "factory": lambda: {"model": ResNet, "data": loader, "loss": F.cross_entropy, "optimizer": torch.optim.SGD},
-    "transformer": lambda: {"model": Classifier(), "data": TEXTS},
-    "rnn": lambda: {
-        "model": Tagger(),
-        "data": TAGS,
-        "step": lambda model, batch: F.cross_entropy(model(batch[0]), batch[1]),
-    },
-    "two inputs": lambda: {
-        "model": TwoInputs,
-        "data": PAIRS,
-        "step": lambda model, batch: F.mse_loss(model(batch["left"], batch["right"]), batch["target"]),
-        "optimizer": lambda weights: torch.optim.AdamW(weights, lr=1e-2, eps=1e-4),
-    },
-    "gan": gan,
-}
-
-
-@pytest.fixture(autouse=True)
-def nothing_own() -> Iterator[None]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-    forget_own(set())
-    assert set(TASKS) & {"own", "own-2"} == set()
-
-
-def registered(model, data, **parts) -> ExperimentConfig:
-    return ExperimentConfig(task=register_own(model, data, **parts))
+pytestmark = pytest.mark.usefixtures("nothing_own")
 
 
 def test_a_mask_that_holds_inf_from_the_start_is_no_damage():
@@ -264,50 +107,6 @@ def test_a_run_of_ones_own_model_gets_every_tool_of_the_lab(name, tmp_path, list
     assert str(tmp_path) not in shown
 
 
-@pytest.mark.filterwarnings("ignore:Adam on half parameters")
-@pytest.mark.parametrize("name", OWN)
-def test_a_run_of_ones_own_model_continues_after_its_kernel_has_ended(name, tmp_path):
-    config = registered(**OWN[name]())
-    whole, first = Experiment(config), Experiment(config)
-    for _ in range(4):
-        first.step()
-    first.save(tmp_path / "run.checkpoint", {})
-    again, _ = Experiment.load(tmp_path / "run.checkpoint")
-    losses = [whole.step().loss for _ in range(9)][4:]
-    assert [again.step().loss for _ in range(5)] == losses
-
-
-class Dropping(list):
-    """Leaves out a batch, and its length does not know."""
-
-    def __iter__(self):
-        return (batch for number, batch in enumerate(super().__iter__()) if number != 1)
-
-
-def with_generator() -> DataLoader:
-    torch.manual_seed(0)
-    dataset = TensorDataset(torch.rand(20, 8), torch.rand(20, 1))
-    return DataLoader(dataset, batch_size=4, shuffle=True, generator=torch.Generator().manual_seed(3))
-
-
-@pytest.mark.parametrize("make", [with_generator, lambda: Dropping(with_generator())])
-def test_data_that_are_not_repeated_by_a_seed_or_a_length_are_the_same_after_a_reset_and_a_restart(make, tmp_path):
-    model = nn.Sequential(nn.Linear(8, 16), nn.Linear(16, 1))
-    trainer = Trainer(registered(model, make(), loss=F.mse_loss), log=tmp_path)
-    trainer.run(14)
-    saved = tmp_path / "copy.checkpoint"
-    saved.write_bytes(trainer.log_path.with_suffix(".checkpoint").read_bytes())
-    losses = trainer.run(6).column("loss").tolist()
-    trainer.reset()
-    assert trainer.run(20).column("loss").tolist() == losses
-    trainer.stop()
-    assert trainer.wait(10)
-    forget_own(set())  # as another process begins
-    registered(model, make(), loss=F.mse_loss)
-    again, _ = Experiment.load(saved)
-    assert [again.step().loss for _ in range(6)] == losses[14:]
-
-
 def test_it_is_the_loop_in_plain_torch_and_the_objects_given_are_not_changed():
     model = ResNet()
     model.dropout.p = 0.0
@@ -366,22 +165,6 @@ class Drawn(nn.Module):
 
     def forward(self, ids):
         return self.out(self.words(ids)).transpose(1, 2)
-
-
-def test_what_a_checkpoint_cannot_hold_of_a_schedule_is_told(tmp_path, listen):
-    def optimizer(weights):
-        stepped = torch.optim.SGD(weights, lr=0.1)
-        schedule = lr_scheduler.ConstantLR(stepped)
-        schedule.generator = torch.Generator()
-        stepped.register_step_post_hook(lambda *_: schedule.step())
-        return stepped
-
-    trainer = Trainer(registered(Tagger(), TAGS, loss=F.cross_entropy, optimizer=optimizer), log=tmp_path)
-    trainer.run(3)
-    ear = listen(trainer)
-    trainer.continue_saved(checkpoints._read(trainer.log_path.with_suffix(".checkpoint")))
-    assert trainer.wait(10)
-    assert "continues, and ConstantLR.generator begins anew" in ear.of(Failed)[0].text
 
 
 class Noisy(torch.optim.SGD):
@@ -449,28 +232,6 @@ def test_an_optimizer_given_with_frozen_weights_and_attributes_trains_as_in_plai
         assert loss.item() == experiment.step().loss
 
 
-@pytest.mark.parametrize(
-    ("make", "words"),
-    [
-        (
-            lambda _weights: torch.optim.SGD(ONE.parameters(), lr=0.1),
-            "of the parameters that the function",
-        ),
-        (lambda _weights: hooked(torch.optim.SGD(ONE.parameters(), lr=0.1)), "optimizer of the parameters"),
-        ("hooked", "pass a function that makes the optimizer with its hooks"),
-    ],
-)
-def test_an_optimizer_that_cannot_be_made_again_is_refused(make, words):
-    given = hooked(torch.optim.SGD(ONE.parameters(), lr=0.1)) if make == "hooked" else make
-    with pytest.raises(ValueError, match=words):
-        registered(ONE, TAGS, loss=F.cross_entropy, optimizer=given)
-
-
-def hooked(optimizer):
-    optimizer.register_step_post_hook(lambda *_: None)
-    return optimizer
-
-
 class Centered(nn.Module):
     """A loss with a running mean, as of DINO."""
 
@@ -513,47 +274,6 @@ def test_a_look_changes_no_buffer_that_a_loss_uses(look, kind):
     assert losses(looks=True) == losses(looks=False)
 
 
-class Counting(nn.Module):
-    """Has a buffer that its state_dict leaves out."""
-
-    first: Tensor | None = torch.zeros(())
-
-    def __init__(self):
-        super().__init__()
-        self.tagger = Tagger()
-        self.register_buffer("steps", self.first, persistent=False)
-
-    def forward(self, ids):
-        self.steps = torch.ones(()) if self.steps is None else self.steps + 1
-        return self.tagger(ids) / self.steps
-
-
-class Late(Counting):
-    first = None
-
-
-class Queue(Counting):
-    """A memory bank that grows."""
-
-    first = torch.zeros(0)
-
-    def forward(self, ids):
-        self.steps = torch.cat([self.steps, torch.ones(1)])
-        return self.tagger(ids) / self.steps.sum()
-
-
-@pytest.mark.parametrize("kind", [Counting, Late, Queue])
-def test_a_buffer_outside_of_the_state_dict_goes_on_after_a_restart(kind, tmp_path):
-    config = registered(kind, TAGS, loss=F.cross_entropy)
-    whole, first = Experiment(config), Experiment(config)
-    for _ in range(3):
-        first.step()
-    first.save(tmp_path / "run.checkpoint", {})
-    again, _ = Experiment.load(tmp_path / "run.checkpoint")
-    losses = [whole.step().loss for _ in range(6)]
-    assert [again.step().loss for _ in range(3)] == losses[3:]
-
-
 class Lite:
     """Keeps its place in itself."""
 
@@ -574,130 +294,6 @@ def test_a_comparison_leaves_the_run_the_batches_of_data_that_keep_their_place()
     assert trainer.run(5).column("loss").tolist() == whole
 
 
-def test_a_model_that_cannot_be_made_leaves_the_present_run_when_another_is_to_continue(tmp_path):
-    fails = []
-
-    def make():
-        return Tagger() if not fails else {}["weights"]
-
-    trainer = Trainer(registered(make, TAGS, loss=F.cross_entropy), log=tmp_path)
-    trainer.run(3)
-    saved = checkpoints._read(trainer.log_path.with_suffix(".checkpoint"))
-    fails.append(True)
-    trainer.continue_saved(saved)
-    assert trainer.wait(10)
-    assert "KeyError" in trainer.failures[-1].text
-    assert len(trainer.run(2)) == 5
-
-
-class Scaled:
-    """A loss that is a callable object."""
-
-    def __init__(self, factor):
-        self.factor = factor
-
-    def __call__(self, output, labels):
-        return F.cross_entropy(output, labels) * self.factor
-
-
-def scaled(output, labels, factor=1.0):
-    return F.cross_entropy(output, labels) * factor
-
-
-def closed_over(factor):
-    return lambda output, labels: F.cross_entropy(output, labels) * factor
-
-
-class Tempered(Tagger):
-    def __init__(self, temperature):
-        super().__init__()
-        self.temperature = temperature
-
-    def forward(self, ids):
-        return super().forward(ids) / self.temperature
-
-
-RATE = 0.1
-
-
-def of_a_global(weights):
-    return torch.optim.SGD(weights, lr=RATE)
-
-
-@pytest.mark.parametrize(
-    ("part", "one", "other"),
-    [
-        ("loss", nn.CrossEntropyLoss, lambda: nn.CrossEntropyLoss(label_smoothing=0.3)),
-        ("loss", lambda: nn.CrossEntropyLoss(torch.ones(20)), lambda: nn.CrossEntropyLoss(torch.arange(20.0))),
-        ("loss", lambda: Scaled(1.0), lambda: Scaled(2.0)),
-        ("loss", lambda: partial(scaled, factor=1.0), lambda: partial(scaled, factor=2.0)),
-        ("loss", lambda: closed_over(1.0), lambda: closed_over(2.0)),
-        ("loss", lambda: scaled, lambda: F.cross_entropy),
-        ("model", lambda: Tempered(1.0), lambda: Tempered(2.0)),
-        ("model", lambda: Tempered(1.0), Tagger),
-        ("data", lambda: TAGS, lambda: TAGS[::-1]),
-        ("optimizer", lambda: of_a_global, lambda: torch.optim.SGD),
-    ],
-)
-def test_a_part_that_is_another_has_another_digest(part, one, other):
-    def digests(value):
-        parts = {"model": Tagger, "data": TAGS, "loss": F.cross_entropy} | {part: value}
-        return TASKS[registered(**parts).task].digests
-
-    first = digests(one())
-    assert digests(one()) == first
-    assert {name for name, value in digests(other()).items() if first[name] != value} == {part}
-
-
-def test_a_number_that_a_function_names_belongs_to_it(monkeypatch):
-    first = TASKS[registered(Tagger, TAGS, loss=F.cross_entropy, optimizer=of_a_global).task].digests
-    monkeypatch.setitem(globals(), "RATE", 0.2)
-    second = TASKS[registered(Tagger, TAGS, loss=F.cross_entropy, optimizer=of_a_global).task].digests
-    assert [name for name in first if first[name] != second[name]] == ["optimizer"]
-
-
-def test_open_changes_no_teacher_of_a_step_and_refuses_a_loss_with_weights():
-    teacher = nn.Sequential(nn.Embedding(20, 8), nn.Flatten(0, 1), nn.BatchNorm1d(8))
-    registered(Tagger(), TAGS, step=lambda model, batch: model(batch[0]).mean() + teacher(batch[0]).mean())
-    assert int(teacher[2].num_batches_tracked) == 0
-    criterion = nn.Sequential(nn.Linear(5, 1))
-    with pytest.raises(ValueError, match=r"has parameters to train \(0.weight, 0.bias\).*part of the model"):
-        registered(Tagger(), TAGS, loss=criterion)
-
-
-@pytest.mark.filterwarnings("ignore:Adam on half parameters")
-@pytest.mark.parametrize("state", ["ready", "failed", "comparing"])
-def test_a_cell_that_runs_again_keeps_the_runs_beside_the_present_one(kernel, state):
-    fails = []
-
-    def loss(output, labels):
-        if fails:
-            raise ArithmeticError("a slip")
-        return F.cross_entropy(output, labels)
-
-    def opened():
-        dashboard = amplab.lab.open(model=Tagger, data=TAGS, loss=loss)
-        dashboard.close()
-        return dashboard.trainer
-
-    trainer = opened()
-    trainer.run(3)
-    trainer.reset()
-    if state == "failed":
-        fails.append(True)
-        with pytest.raises(RuntimeError):
-            trainer.run(1)
-        fails.clear()
-    elif state == "comparing":
-        trainer.compare(steps=3)
-    again = opened()
-    assert again.wait(30)
-    assert [len(run.history) for run in again.kept.runs][:1] == [3]
-    assert sum(run.is_compared for run in again.kept.runs) == (6 if state == "comparing" else 0)
-    assert len(again.run(2)) == 2
-    assert again.config.task == "own-2"
-
-
 def test_an_optimizer_that_is_chosen_while_a_part_is_frozen_trains_all():
     def alternating(model, batch):
         for number, part in enumerate((model.words, model.out)):
@@ -712,67 +308,6 @@ def test_an_optimizer_that_is_chosen_while_a_part_is_frozen_trains_all():
     assert len(experiment.optimizer.param_groups[0]["params"]) == len([*experiment.model.parameters()])
 
 
-def test_a_setting_that_cannot_begin_here_is_refused_and_the_run_goes_on(tmp_path):
-    trainer = Trainer(registered(Tagger(), TAGS, loss=F.cross_entropy), log=tmp_path)
-    trainer.run(3)
-    for text in ("amplab/1 task=own-7 model=net", "amplab/1 task=digits batch_size=60000"):
-        config = ExperimentConfig.parse(text)
-        if config.task != "digits":
-            with pytest.raises(ValueError, match="open it again"):
-                trainer.reset(config)
-    assert len(trainer.run(2)) == 5
-    digits = Trainer(ExperimentConfig(hidden=4))
-    digits.run(2)
-    with pytest.raises(ValueError, match="60000"):
-        digits.reset(ExperimentConfig(hidden=4, batch_size=60000))
-    assert len(digits.run(2)) == 4
-
-
-def test_an_offer_of_an_older_cell_can_begin(kernel):
-    dashboards = [amplab.lab.open(model=Tagger, data=TAGS, loss=F.cross_entropy)]
-    trainer = dashboards[0].trainer
-    trainer.run(2)
-    dashboards += [amplab.lab.open(model=lambda: nn.Sequential(Tagger()), data=TAGS, loss=F.cross_entropy)]
-    dashboards += [amplab.lab.open(model=Tagger, data=TAGS, loss=F.cross_entropy)]
-    trainer.reset(ExperimentConfig(task="own-2"))
-    assert len(trainer.run(1)) == 1
-    assert isinstance(trainer._experiment.model, nn.Sequential)
-    for each in dashboards:
-        each.close()
-
-
-def test_a_run_that_reads_a_stream_to_its_step_can_be_paused(tmp_path, listen):
-    waits = [0.0]
-
-    def stream():
-        for number in itertools.count():
-            time.sleep(waits[0])
-            yield TAGS[number % 3]
-
-    config = registered(Tagger(), stream, loss=F.cross_entropy)
-    trainer = Trainer(config, log=tmp_path)
-    trainer.run(40)
-    saved = checkpoints._read(trainer.log_path.with_suffix(".checkpoint"))
-    alone = Experiment(config)
-    whole = [alone.step().loss for _ in range(42)]
-    waits[0] = 0.2
-    trainer.continue_saved(saved)
-    assert trainer.wait(10)
-    ear = listen(trainer)
-    trainer.start()
-    for _ in range(100):
-        if any("are still to be read" in each.note for each in ear.of(StateChanged)):
-            break
-        time.sleep(0.1)
-    trainer.pause()
-    assert trainer.wait(5), "8 seconds are left to read"
-    assert (trainer.state, len(trainer.history), trainer.failures) == ("paused", 40, ())
-    waits[0] = 0.0
-    assert trainer.run(2).column("loss").tolist() == whole
-    trainer.stop()
-    assert trainer.wait(10)
-
-
 @pytest.mark.parametrize("mode", ["all eval", "root eval", "one eval"])
 def test_a_model_trains_in_the_modes_that_it_has(mode):
     model = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Sequential(nn.Dropout(0.5)))
@@ -784,48 +319,6 @@ def test_a_model_trains_in_the_modes_that_it_has(mode):
     experiment = Experiment(registered(model, data, step=lambda model, batch: model(batch).square().mean()))
     modes = [each.training for each in experiment.model.modules()]
     assert modes == ([True] * 5 if mode == "all eval" else [each.training for each in model.modules()])
-
-
-def test_an_optimizer_that_has_stepped_what_is_frozen_now_is_saved(tmp_path):
-    model = Tagger()
-    optimizer = torch.optim.Adam(model.named_parameters(), lr=0.01)
-    F.cross_entropy(model(TAGS[0][0]), TAGS[0][1]).backward()
-    optimizer.step()
-    model.words.requires_grad_(False)
-    trainer = Trainer(registered(model, TAGS, loss=F.cross_entropy, optimizer=optimizer), log=tmp_path)
-    trainer.run(3)
-    assert trainer.failures == ()
-    assert Experiment.load(trainer.log_path.with_suffix(".checkpoint"))[0].steps_done == 3
-
-
-class Meter:
-    """Has a state of another kind than schedules have."""
-
-    def __init__(self, state):
-        self.state = state
-
-    def state_dict(self):
-        if self.state is None:
-            raise ValueError("nothing was measured")
-        return self.state
-
-    def load_state_dict(self, state):
-        raise AssertionError
-
-
-@pytest.mark.parametrize("state", [None, [1, 2]])
-def test_what_a_hook_names_besides_a_schedule_ends_no_run(state, tmp_path):
-    meter = Meter(state)
-
-    def optimizer(weights):
-        stepped = torch.optim.SGD(weights, lr=0.1)
-        stepped.register_step_post_hook(lambda *_: vars(meter))
-        return stepped
-
-    trainer = Trainer(registered(Tagger(), TAGS, loss=F.cross_entropy, optimizer=optimizer), log=tmp_path)
-    trainer.run(3)
-    assert trainer.failures == ()
-    assert Experiment.load(trainer.log_path.with_suffix(".checkpoint"))[0].steps_done == 3
 
 
 def test_what_cannot_be_copied_beside_the_model_is_shared():
@@ -885,93 +378,6 @@ def test_data_that_close_a_file_at_their_end_are_not_copied(tmp_path):
     assert not data.file.closed
 
 
-def test_a_run_is_offered_under_another_name_with_the_parts_that_are_others(kernel, tmp_path, monkeypatch):
-    monkeypatch.setattr(sys.modules["amplab.lab.open"], "runs_directory", lambda: tmp_path)
-    offered = []
-    monkeypatch.setattr("amplab.views.Dashboard.offer_saved", lambda _self, saved: offered.append(saved))
-
-    def opened(model=Tagger, data=TAGS, loss=F.cross_entropy):
-        dashboard = amplab.lab.open(model=model, data=data, loss=loss)
-        dashboard.close()
-        return dashboard.trainer
-
-    opened()
-    trainer = opened()
-    trainer.stop()
-    trainer = opened()
-    assert trainer.config.task == "own-3"
-    trainer.run(4)
-    trainer.stop()
-    assert trainer.wait(10)
-    whole = Experiment(trainer.config)
-    losses = [whole.step().loss for _ in range(6)]
-    for log in list(checkpoints._held):
-        os.close(checkpoints._held.pop(log))  # as when its kernel ends
-    del trainer
-    forget_own(set())
-    kernel.trainer, kernel.own_tasks = None, set()
-
-    trainer = opened()
-    assert (trainer.config.task, offered[-1].config.task, offered[-1].others) == ("own", "own", ())
-    trainer.continue_saved(offered[-1])
-    assert trainer.wait(10)
-    assert trainer.run(2).column("loss").tolist() == losses
-    trainer.reset(), trainer.stop(), trainer.wait(10)
-
-    offered.clear()
-    for log in list(checkpoints._held):
-        os.close(checkpoints._held.pop(log))
-    opened(loss=lambda output, labels: F.cross_entropy(output, labels) * 2, data=TAGS[::-1])
-    assert offered[-1].others == ("data", "loss")
-    assert "trained with another data=, loss=: its next" in saved_offer("run", "", 4, offered[-1].others).text
-    assert "goes on with the settings that were saved" in saved_offer("run", "", 4, ("optimizer",)).text
-    offered.clear()
-    opened(model=lambda: nn.Sequential(Tagger()))
-    assert not offered
-
-
-def test_a_dashboard_that_was_replaced_begins_its_own_model_again(kernel):
-    def opened(model):
-        dashboard = amplab.lab.open(model=model, data=TAGS, loss=F.cross_entropy)
-        dashboard.close()
-        return dashboard.trainer
-
-    torch.manual_seed(0)
-    first = opened(nn.Sequential(Tagger()))
-    second, third = opened(nn.Sequential(Tagger(), nn.Tanh())), opened(nn.Sequential(Tagger(), nn.Sigmoid()))
-    for trainer, size in ((first, 1), (second, 2)):
-        trainer.reset()
-        trainer.run(1)
-        assert len(trainer._experiment.model) == size
-    assert len({each.config.task for each in (first, second, third)}) == 3
-
-
-def test_a_run_that_fails_within_a_step_does_not_replace_its_checkpoint(tmp_path):
-    fails = []
-
-    class Failing(torch.optim.SGD):
-        def step(self, closure=None):
-            super().step(closure)
-            if fails:
-                raise RuntimeError("out of memory")
-
-    config = registered(Tagger(), TAGS, loss=F.cross_entropy, optimizer=lambda weights: Failing(weights, lr=0.1))
-    trainer = Trainer(config, log=tmp_path)
-    trainer.run(20)
-    fails.append(True)
-    with pytest.raises(RuntimeError, match="out of memory"):
-        trainer.run(20)
-    trainer.stop()
-    assert trainer.wait(10)
-    fails.clear()
-    experiment, _ = Experiment.load(trainer.log_path.with_suffix(".checkpoint"))
-    assert experiment.steps_done == 20
-    whole = Experiment(trainer.config)
-    for _ in range(20):
-        whole.step()
-    assert whole.step().loss == experiment.step().loss
-
-
 def test_a_score_that_cannot_be_measured_once_does_not_end_the_run(listen):
     fails = [True]
 
@@ -987,34 +393,6 @@ def test_a_score_that_cannot_be_measured_once_does_not_end_the_run(listen):
     assert ["the disk does not answer" in each.text for each in ear.of(Failed)] == [True]
 
 
-def test_a_change_of_the_accumulation_goes_on_with_the_next_batch(tmp_path):
-    read = []
-
-    def numbers():
-        for number in range(60):
-            read.append(number)
-            yield torch.full((4, 8), float(number))
-
-    trained = []
-
-    def step(model, batch):
-        trained.append(int(batch[0, 0]))
-        return model(batch / 60).square().mean()
-
-    experiment = Experiment(registered(lambda: nn.Linear(8, 1), numbers, step=step).changed(opt_level="O0"))
-    trained.clear(), read.clear()
-    for accumulate in (1, 3, 2, 1):
-        experiment.switch(experiment.config.changed(accumulate=accumulate))
-        for _ in range(2):
-            experiment.step()
-    assert trained == list(range(14))
-    assert read[-1] == 13
-    experiment.save(tmp_path / "run.checkpoint", {})
-    again, _ = Experiment.load(tmp_path / "run.checkpoint")
-    again.step()
-    assert trained[-1] == 14
-
-
 def test_a_comparison_goes_on_though_many_runs_are_kept_meanwhile():
     trainer = Trainer(registered(Tagger(), TAGS, loss=F.cross_entropy))
     trainer.compare([trainer.config] * 2, steps=30)
@@ -1024,71 +402,6 @@ def test_a_comparison_goes_on_though_many_runs_are_kept_meanwhile():
     assert trainer.wait(60)
     assert [len(run.history) for run in trainer.kept.runs if run.is_compared][-1:] == [30]
     assert trainer.comparison is None
-
-
-class Noam(lr_scheduler.LRScheduler):
-    """Has a function, a deque and a number of NumPy in its attributes."""
-
-    def __init__(self, optimizer):
-        self.factor, self.recent, self.scale = (lambda step: 1 / (1 + step)), deque(maxlen=3), np.float64(1.0)
-        super().__init__(optimizer)
-
-    def get_lr(self):
-        self.recent.append(self.last_epoch)
-        self.scale = self.scale * 0.9
-        return [0.1 * self.factor(sum(self.recent)) * self.scale for _ in self.base_lrs]
-
-
-class Warmup:
-    """No LRScheduler, as those of timm."""
-
-    def __init__(self, optimizer):
-        self.optimizer, self.steps = optimizer, 0
-
-    def step(self):
-        self.steps += 1
-        self.optimizer.param_groups[0]["lr"] = 0.01 * self.steps
-
-    def state_dict(self):
-        return {"steps": self.steps}
-
-    def load_state_dict(self, state):
-        self.steps = state["steps"]
-
-
-SCHEDULES = {
-    "with a function": Noam,
-    "of another class": Warmup,
-    "linear": lambda optimizer: lr_scheduler.LinearLR(optimizer, 1.0, 0.01, total_iters=12),
-    "at milestones": lambda optimizer: lr_scheduler.MultiStepLR(optimizer, [2, 7, 9]),
-    "one after another": lambda optimizer: lr_scheduler.SequentialLR(
-        optimizer,
-        [lr_scheduler.LinearLR(optimizer, 0.1, total_iters=3), lr_scheduler.MultiStepLR(optimizer, [2, 6])],
-        milestones=[3],
-    ),
-}
-
-
-@pytest.mark.parametrize("level", ["O0", "O2"])
-@pytest.mark.parametrize("make", SCHEDULES.values(), ids=SCHEDULES)
-def test_a_schedule_goes_on_through_a_change_and_a_restart(make, level, tmp_path):
-    def optimizer(weights):
-        stepped = torch.optim.SGD(weights, lr=0.1)
-        schedule = make(stepped)
-        stepped.register_step_post_hook(lambda *_: schedule.step())
-        return stepped
-
-    config = registered(Tagger(), TAGS, loss=F.cross_entropy, optimizer=optimizer).changed(opt_level=level)
-    whole, changed = Experiment(config), Experiment(config)
-    losses = [whole.step().loss for _ in range(12)]
-    seen = [changed.step().loss for _ in range(4)]
-    changed.switch(config.changed(growth_interval=777))
-    seen += [changed.step().loss for _ in range(4)]
-    changed.save(tmp_path / "run.checkpoint", {})
-    again, _ = Experiment.load(tmp_path / "run.checkpoint")
-    assert seen + [again.step().loss for _ in range(4)] == losses
-    with pytest.raises(ValueError, match="a schedule sets the learning rate"):
-        again.switch(again.config.changed(lr=0.3))
 
 
 @pytest.mark.parametrize("kind", RATELESS)
@@ -1140,36 +453,6 @@ def test_a_held_out_score_has_the_name_of_its_function():
     trainer.stop()
 
 
-def test_a_change_that_cannot_be_made_leaves_the_run_as_it_was():
-    """The optimizer of one's own cannot be built a second time."""
-    works = True
-
-    def make(weights):
-        if not works:
-            raise RuntimeError("no other optimizer")
-        return torch.optim.SGD(weights, lr=0.1)
-
-    batches = [(torch.rand(4, 8), torch.rand(4, 1)) for _ in range(3)]
-    config = registered(nn.Sequential(nn.Linear(8, 16), nn.Linear(16, 1)), batches, loss=F.mse_loss, optimizer=make)
-    trainers = [Trainer(config.changed(optimizer="adam", opt_level="O2", growth_interval=3)) for _ in range(2)]
-    for trainer in trainers:
-        trainer.run(4)
-    works = False
-    trainers[0].change(opt_level="O1", optimizer="own", lr=0.5)
-    changed, other = [trainer.run(4) for trainer in trainers]
-    assert changed.column("loss").tolist() == other.column("loss").tolist()
-    assert changed.column("loss_scale").tolist() == other.column("loss_scale").tolist()
-    assert (trainers[0].state, trainers[0].config, trainers[0].last_change) == ("paused", trainers[1].config, None)
-    (told,) = trainers[0].failures
-    assert told.attempted
-    assert "no other optimizer" in told.text
-    trainers[0].change(lr=0.01)
-    trainers[0].run(1)
-    assert trainers[0].config == trainers[1].config.changed(lr=0.01)
-    for trainer in trainers:
-        trainer.stop()
-
-
 def test_compare_and_twin_take_it():
     trainer = Trainer(registered(Tagger(), TAGS, loss=F.cross_entropy, optimizer=lambda w: torch.optim.SGD(w, lr=0.1)))
     trainer.run(2)
@@ -1180,116 +463,6 @@ def test_compare_and_twin_take_it():
     report = Experiment(trainer.config.changed(opt_level="O2")).twin(steps=2)
     assert report.rows()
     trainer.stop()
-
-
-def test_a_log_of_it_opens_in_a_process_that_does_not_have_the_code(tmp_path):
-    trainer = Trainer(registered(Tagger(), TAGS, loss=F.cross_entropy), log=tmp_path)
-    trainer.run(3)
-    trainer.stop()
-    assert trainer.wait(10)
-    forget_own(set())
-    assert "tagger" not in MODELS
-    run = load_run(trainer.log_path)
-    assert (len(run.history), str(run.config)) == (3, "amplab/1 task=own model=tagger opt_level=O1 optimizer=adam")
-    with pytest.raises(ValueError, match=r"open it again with amplab\.lab\.open"):
-        Experiment(run.config)
-
-
-@pytest.mark.parametrize(
-    ("parts", "words"),
-    [
-        ({"data": iter(TAGS)}, "read only once"),
-        ({"loss": None}, "float"),  # nothing that can be a loss: below
-        ({"step": lambda batch: batch}, r"amplab\.lab\.open\(model=model, data=loader, step=lambda model, batch"),
-        ({"loss": F.cross_entropy, "step": lambda model, batch: model}, "both loss= and step="),
-        ({"optimizer": torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=1)}, "not the model's"),
-        ({"optimizer": lambda: None}, "called with the parameters"),
-        (
-            {"model": Tagger, "optimizer": torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=1)},
-            "pass a function as well",
-        ),
-        ({"model": [Tagger(), Tagger()]}, "several models without step="),
-        ({"model": {"A": Tagger()}, "step": {"B": lambda models, batch: models}}, "'B'"),
-        ({"evaluate": 0.5}, "evaluate=float"),
-        ({"model": nn.ReLU()}, "nothing to train"),
-        ({"model": lambda: ONE}, r"the same \S+ twice, and Reset and Compare need fresh ones"),
-        ({"model": lambda: [Tagger(), ONE], "step": lambda models, batch: 0}, r"same Tagger1\S+ twice"),
-        ({"model": 3}, "int"),
-    ],
-)
-def test_what_does_not_fit_is_refused_before_anything_trains(parts, words):
-    given = {"model": Tagger(), "data": TAGS, "loss": F.cross_entropy, **parts}
-    if "step" in parts and parts.get("loss") is None:
-        given["loss"] = None
-    if parts == {"loss": None}:
-        given["step"], words = (lambda model, batch: 3.0), "float"
-    with pytest.raises((TypeError, ValueError), match=words):
-        register_own(given.pop("model"), given.pop("data"), **given)
-    assert "own" not in TASKS
-
-
-def test_a_model_without_a_loss_is_refused():
-    with pytest.raises(TypeError, match=r"Linear returns none of its own.*Pass loss="):
-        register_own(nn.Linear(4, 2), [(torch.ones(3, 4), torch.zeros(3, dtype=torch.long))])
-    assert "own" not in TASKS
-
-
-# -- the door ------------------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def kernel(monkeypatch: pytest.MonkeyPatch):
-    """A kernel of its own."""
-    pytest.importorskip("amplab.views")
-    kernel = sys.modules["amplab.lab.open"]._Kernel()
-    monkeypatch.setattr(sys.modules["amplab.lab.open"], "_kernel", kernel)
-    yield kernel
-    if kernel.trainer is not None:
-        kernel.trainer.stop()
-        assert kernel.trainer.wait(10)
-
-
-def test_a_model_on_mps_is_refused_with_what_to_do():
-    with pytest.raises(ValueError, match=r"on mps, which has no float64.*model\.to\('cpu'\)"):
-        check_devices({"cpu", "mps"})
-
-
-def test_open_shows_ones_own_model_and_finds_it_again(kernel):
-    dashboard = amplab.lab.open(model=Tagger(), data=TAGS, loss=F.cross_entropy)
-    assert dashboard.config() == "amplab/1 task=own model=tagger opt_level=O1 optimizer=adam"
-    dashboard.trainer.run(2)
-    again = amplab.lab.open(model=ResNet(), data=loader(), loss=F.cross_entropy)
-    assert again.trainer is dashboard.trainer  # it has begun, so the page asks
-    assert {"own", "own-2"} <= set(TASKS)
-    dashboard.trainer.reset(ExperimentConfig(task="own-2"))
-    assert math.isfinite(dashboard.trainer.run(1).last.loss)
-    assert MODELS[dashboard.trainer.config.model].label == "ResNet"
-    dashboard.close(), again.close()
-
-
-def test_a_setting_of_ones_own_model_can_be_opened_again(kernel):
-    text = "amplab/1 task=own model=tagger opt_level=O2 optimizer=adamw lr=0.003"
-    dashboard = amplab.lab.open(text, model=Tagger(), data=TAGS, loss=F.cross_entropy)
-    config = dashboard.trainer.config
-    assert (config.opt_level, config.optimizer, config.lr) == ("O2", "adamw", 0.003)
-    dashboard.close()
-
-
-@pytest.mark.parametrize(
-    ("call", "words"),
-    [
-        (lambda: amplab.lab.open(Tagger()), r"write amplab\.lab\.open\(model=model, data=loader, loss=criterion\)"),
-        (lambda: amplab.lab.open(model=Tagger()), "without data="),
-        (lambda: amplab.lab.open(data=TAGS, loss=F.cross_entropy), "without model="),
-        (lambda: amplab.lab.open(Tagger(), TAGS), r"Write amplab\.lab\.open\(config\) or"),
-        (lambda: amplab.lab.open(criterion=F.cross_entropy), "use loss="),
-        (lambda: amplab.lab.attach(Tagger()), r"write amplab\.lab\.open\(model="),
-        (lambda: amplab.lab.open(Trainer(ExperimentConfig(hidden=4))), r"amplab\.lab\.attach\(run\)"),
-    ],
-)
-def test_a_wrong_call_says_which_of_open_and_attach_to_use(kernel, call, words):
-    with pytest.raises(TypeError, match=words):
-        call()
 
 
 @pytest.mark.filterwarnings("ignore:Loss scaler 0 has skipped:UserWarning")

@@ -1,0 +1,110 @@
+"""Cells that call `lab.open` with a model of one's own, again or beside others."""
+
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+from own_models import TAGS, ResNet, Tagger, loader, registered
+from torch import nn
+
+import amplab.lab
+from amplab.lab import (
+    MODELS,
+    TASKS,
+    ExperimentConfig,
+)
+
+pytestmark = pytest.mark.usefixtures("nothing_own")
+
+
+def test_open_changes_no_teacher_of_a_step_and_refuses_a_loss_with_weights():
+    teacher = nn.Sequential(nn.Embedding(20, 8), nn.Flatten(0, 1), nn.BatchNorm1d(8))
+    registered(Tagger(), TAGS, step=lambda model, batch: model(batch[0]).mean() + teacher(batch[0]).mean())
+    assert int(teacher[2].num_batches_tracked) == 0
+    criterion = nn.Sequential(nn.Linear(5, 1))
+    with pytest.raises(ValueError, match=r"has parameters to train \(0.weight, 0.bias\).*part of the model"):
+        registered(Tagger(), TAGS, loss=criterion)
+
+
+@pytest.mark.filterwarnings("ignore:Adam on half parameters")
+@pytest.mark.parametrize("state", ["ready", "failed", "comparing"])
+def test_a_cell_that_runs_again_keeps_the_runs_beside_the_present_one(kernel, state):
+    fails = []
+
+    def loss(output, labels):
+        if fails:
+            raise ArithmeticError("a slip")
+        return F.cross_entropy(output, labels)
+
+    def opened():
+        dashboard = amplab.lab.open(model=Tagger, data=TAGS, loss=loss)
+        dashboard.close()
+        return dashboard.trainer
+
+    trainer = opened()
+    trainer.run(3)
+    trainer.reset()
+    if state == "failed":
+        fails.append(True)
+        with pytest.raises(RuntimeError):
+            trainer.run(1)
+        fails.clear()
+    elif state == "comparing":
+        trainer.compare(steps=3)
+    again = opened()
+    assert again.wait(30)
+    assert [len(run.history) for run in again.kept.runs][:1] == [3]
+    assert sum(run.is_compared for run in again.kept.runs) == (6 if state == "comparing" else 0)
+    assert len(again.run(2)) == 2
+    assert again.config.task == "own-2"
+
+
+def test_an_offer_of_an_older_cell_can_begin(kernel):
+    dashboards = [amplab.lab.open(model=Tagger, data=TAGS, loss=F.cross_entropy)]
+    trainer = dashboards[0].trainer
+    trainer.run(2)
+    dashboards += [amplab.lab.open(model=lambda: nn.Sequential(Tagger()), data=TAGS, loss=F.cross_entropy)]
+    dashboards += [amplab.lab.open(model=Tagger, data=TAGS, loss=F.cross_entropy)]
+    trainer.reset(ExperimentConfig(task="own-2"))
+    assert len(trainer.run(1)) == 1
+    assert isinstance(trainer._experiment.model, nn.Sequential)
+    for each in dashboards:
+        each.close()
+
+
+def test_a_dashboard_that_was_replaced_begins_its_own_model_again(kernel):
+    def opened(model):
+        dashboard = amplab.lab.open(model=model, data=TAGS, loss=F.cross_entropy)
+        dashboard.close()
+        return dashboard.trainer
+
+    torch.manual_seed(0)
+    first = opened(nn.Sequential(Tagger()))
+    second, third = opened(nn.Sequential(Tagger(), nn.Tanh())), opened(nn.Sequential(Tagger(), nn.Sigmoid()))
+    for trainer, size in ((first, 1), (second, 2)):
+        trainer.reset()
+        trainer.run(1)
+        assert len(trainer._experiment.model) == size
+    assert len({each.config.task for each in (first, second, third)}) == 3
+
+
+def test_open_shows_ones_own_model_and_finds_it_again(kernel):
+    dashboard = amplab.lab.open(model=Tagger(), data=TAGS, loss=F.cross_entropy)
+    assert dashboard.config() == "amplab/1 task=own model=tagger opt_level=O1 optimizer=adam"
+    dashboard.trainer.run(2)
+    again = amplab.lab.open(model=ResNet(), data=loader(), loss=F.cross_entropy)
+    assert again.trainer is dashboard.trainer  # it has begun, so the page asks
+    assert {"own", "own-2"} <= set(TASKS)
+    dashboard.trainer.reset(ExperimentConfig(task="own-2"))
+    assert math.isfinite(dashboard.trainer.run(1).last.loss)
+    assert MODELS[dashboard.trainer.config.model].label == "ResNet"
+    dashboard.close(), again.close()
+
+
+def test_a_setting_of_ones_own_model_can_be_opened_again(kernel):
+    text = "amplab/1 task=own model=tagger opt_level=O2 optimizer=adamw lr=0.003"
+    dashboard = amplab.lab.open(text, model=Tagger(), data=TAGS, loss=F.cross_entropy)
+    config = dashboard.trainer.config
+    assert (config.opt_level, config.optimizer, config.lr) == ("O2", "adamw", 0.003)
+    dashboard.close()
