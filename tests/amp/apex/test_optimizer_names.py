@@ -148,5 +148,5 @@ def test_an_uninitialized_optimizer_is_accepted(problem, level):
 
     trained_weights, steps = trained(level)
     reference, _ = trained("O0")
-    assert steps == 6  # its own count runs on; parameters have no gradient in the skipped one
+    assert steps == 5  # the skipped one changes nothing of it
     torch.testing.assert_close(trained_weights, reference, atol=0.02, rtol=0.02)
