@@ -19,13 +19,13 @@ import operator
 import re
 import time
 import traceback
-from collections.abc import Iterable, Sequence, Set
+from collections.abc import Callable, Iterable, Sequence, Set
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, Concatenate, ParamSpec, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -51,9 +51,10 @@ from amplab.lab.faults import (
     with_nan,
 )
 from amplab.lab.models import MODELS, build_model
+from amplab.lab.own_state import State, add_state, changes, lost_changes, own_state, own_state_kept
 from amplab.lab.past_skips import PastSkip, PastSkips
 from amplab.lab.rank_exchange import RankExchange
-from amplab.lab.saved_experiment import read_saved, unsaved_buffers
+from amplab.lab.saved_experiment import all_buffers, read_saved, shape_of, unsaved_buffers
 from amplab.lab.schedule_states import left_out, load_states, schedules_in_hooks, sets_rates, states_of
 from amplab.lab.session_settings import (
     kept_scales,
@@ -64,7 +65,7 @@ from amplab.lab.session_settings import (
 )
 from amplab.lab.step_rerun import StepRerun
 from amplab.lab.step_stages import StageRecorder, StepStages
-from amplab.lab.tasks import TASKS, Task, TaskLoss, load_task, task_choice
+from amplab.lab.tasks import OWN_TASK, TASKS, Task, TaskLoss, load_task, task_choice
 from amplab.lab.tasks.task import drawing_alone
 from amplab.policies.nested_tensors import floating_tensors_in
 from amplab.policies.signals import is_interrupt
@@ -107,6 +108,21 @@ class _Part:
     loss: TaskLoss
 
 
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+def _is_look(look: Callable[Concatenate[Experiment, P], R]) -> Callable[Concatenate[Experiment, P], R]:
+    """Let a look at the next step leave what objects of one's own keep in attributes, such as a count of calls."""
+
+    @functools.wraps(look)
+    def looking(self: Experiment, /, *args: P.args, **named: P.kwargs) -> R:
+        with own_state_kept(self._roots(), self._weights_and_buffers):
+            return look(self, *args, **named)
+
+    return looking
+
+
 class Experiment:
     """A model in training, one step at a time.
 
@@ -136,6 +152,7 @@ class Experiment:
         self._model = build_model(config.model, config.hidden, config.seed)
         self._draws = MODELS[config.model].draws
         self._copy: nn.Module | None = None  # building it again would draw
+        self._shapes = {name: shape_of(buffers[key]) for name, buffers, key in all_buffers(self._model)}
         self._nonfinite_at_start = frozenset(_nonfinite_buffers(self._model))
         self._optimizers, self._names, self._rates = list[Optimizer](), list[list[str]](), list[list[Any]]()
         self._build_optimizers(config)
@@ -143,6 +160,7 @@ class Experiment:
         self._scaled: list[ScaleRecord] = []  # of the present step
         self._session.subscribe(self._scaled.append)
         self._initialize(config)
+        self._given_state = self._own_state()
         self._loss_scale = self._lowest_scale()
         self._memory = self._session.memory()
         self._measure_memory_until = 2  # the optimizers create their state in their first step
@@ -332,11 +350,12 @@ class Experiment:
             "config": str(self._config),
             "digests": dict(task_choice(self._config.task).digests),
             "armed": sorted(self.armed),
-            "epoch": list(self._task.epoch_of(self._batch_in_data(self._step))),
+            **self._task.place_in_data(self._batch_in_data(self._step)),
             "accumulates_since": list(self._accumulates_since),
-            "buffers": {name: module._buffers[key] for name, module, key in unsaved_buffers(self._model)},
+            "buffers": {name: buffers[key] for name, buffers, key in unsaved_buffers(self._model, self._shapes)},
             "schedules": states_of(schedules),
-            "left_out": left_out(schedules),
+            "own": changes(kept := self._own_state(), self._given_state),
+            "left_out": [*left_out(schedules), *lost_changes(kept, self._given_state)],
             "learning_rate": self._config.learning_rate,
             "seconds": 0.0 if self._began is None else time.perf_counter() - self._began,
         }
@@ -370,16 +389,17 @@ class Experiment:
         """
         _, extra = read_saved(path)
         experiment = cls(config or ExperimentConfig.parse(extra["config"]), exchange=exchange)
+        experiment._load_buffers(extra.get("buffers", {}))  # first: some have another shape in the file
         with random_states_kept(()):  # a step draws from its own
             state = load_run_state(
                 path, model=experiment._model, optimizer=experiment._optimizers, amp=experiment._session
             )
         experiment._step, experiment._measure_memory_until = state.position, state.position + 2
         experiment._accumulates_since = tuple(extra.get("accumulates_since", (0, 0)))
-        experiment._task.know_epoch(*extra.get("epoch", ()))  # an older checkpoint has none
+        experiment._task.know_place(extra)
         load_states(schedules_in_hooks(experiment._optimizers), extra.get("schedules", []))
         experiment.left_out = tuple(extra.get("left_out", ()))
-        experiment._load_buffers(extra.get("buffers", {}))
+        add_state(experiment._roots(), extra.get("own", {}), experiment._device())
         experiment._began = time.perf_counter() - extra["seconds"]
         experiment._loss_scale = experiment._lowest_scale()
         for fault in extra["armed"]:
@@ -423,6 +443,7 @@ class Experiment:
                 module.training = training
 
     @drawing_alone
+    @_is_look
     def trace(self, observer: Observer | None = None) -> Trace:
         """Record the forward and backward of the next batch, op by op; the experiment does not change.
 
@@ -442,6 +463,7 @@ class Experiment:
         )
 
     @drawing_alone
+    @_is_look
     def examine(self) -> Findings:
         """Return what `amplab.doctor` finds in the next step; the experiment does not change. Sync: many."""
         step, batch = self._step, self._batch(self._step)
@@ -465,6 +487,7 @@ class Experiment:
         return self._last if self._last is not None and self._last.skipped else None
 
     @drawing_alone
+    @_is_look
     def explain_skip(self) -> FirstNonfinite | None:
         """Run `last_skip` again from the state in which it began; return which op overflowed first, and why.
 
@@ -529,6 +552,7 @@ class Experiment:
         return _sum(disturbed(part) for part in self._parts() if part.loss_id == self._last_loss_id)
 
     @drawing_alone
+    @_is_look
     def gradients(self) -> GradientRecord:
         """Return the exponents of the gradients of the next step, in float32 at the current (master) weights.
 
@@ -560,6 +584,7 @@ class Experiment:
         return None if kept is None else kept.total
 
     @drawing_alone
+    @_is_look
     def kept(self, *, batch_size: int | None = None) -> KeptBytes | None:
         """Return what `activations` counts, by module; the experiment does not change.
 
@@ -572,6 +597,7 @@ class Experiment:
             return xray(self._model, step=lambda: self._forward(self._model, part, batch, self._step)).kept
 
     @drawing_alone
+    @_is_look
     def twin(self, *, steps: int = 10) -> TwinReport:
         """Train a float32 copy and one in this precision from the present weights, and compare them module by module.
 
@@ -803,15 +829,30 @@ class Experiment:
                 if "momentum" in group and config.optimizer != OWN:
                     group["momentum"] = config.momentum
 
+    def _roots(self) -> dict[str, Any]:
+        """The objects of one's own whose attributes a run may change, by the names under which they are saved."""
+        if OWN_TASK.fullmatch(self._config.task) is None:
+            return {}
+        optimizers = {f"optimizer {number}".removesuffix(" 0"): each for number, each in enumerate(self._optimizers)}
+        return {"model": self._model, **self._task.parts_with_state(), **optimizers}
+
+    def _own_state(self) -> State:
+        return own_state(self._roots(), self._weights_and_buffers())
+
+    def _weights_and_buffers(self) -> list[Tensor]:
+        return [*self._model.parameters(), *self._model.buffers()]
+
+    def _device(self) -> torch.device | None:
+        return next((each.device for each in self._model.parameters()), None)
+
     def _load_buffers(self, values: dict[str, Any]) -> None:
-        """Load those that the state_dict leaves out; in the run one may have got its value, or another shape."""
-        for name, module, key in unsaved_buffers(self._model):
-            value, own = values.get(name), module._buffers[key]
+        """Load those that the state_dict leaves out, or that in the run have got a value, or another shape."""
+        for name, buffers, key in all_buffers(self._model):
+            value, own = values.get(name), buffers[key]
             if isinstance(value, Tensor) and own is not None and own.shape == value.shape:
                 write_value(own, value)
             elif isinstance(value, Tensor):
-                device = next((each.device for each in self._model.parameters()), value.device)
-                module._buffers[key] = value.to(device if own is None else own.device)
+                buffers[key] = value.to(self._device() if own is None else own.device)
 
     def _float32_copy(self, model: nn.Module | None = None) -> nn.Module:
         """Return another model with the current weights in float32 (the masters if there are any) and buffers.

@@ -96,6 +96,8 @@ class OwnTask(Task):
         places = {model: place for place, model in enumerate(code.trained)}
         copies: dict[int, Any] = {}
         given = [(model, _own(loss, copies), step) for model, loss, step in code.losses]
+        losses = dict.fromkeys(loss for _, loss, _ in given if isinstance(loss, nn.Module))
+        self._modules_of_losses = {f"loss {number}".removesuffix(" 0"): each for number, each in enumerate(losses)}
         self.losses = tuple(
             TaskLoss(_name_of_loss(model, number, code), _loss_of(loss, step), places[model])
             for number, (model, loss, step) in enumerate(given)
@@ -107,14 +109,19 @@ class OwnTask(Task):
         """Return the batch of a step."""
         return self._batches.batch(step)
 
-    def epoch_of(self, step: int) -> tuple[int, ...]:
-        """Return the first step and the number of the epoch of a batch."""
-        return self._batches.epoch_of(step)
+    def place_in_data(self, step: int) -> dict[str, Any]:
+        """Return the first step and the number of the epoch of a batch, and what the data kept when it began."""
+        start, epoch = self._batches.epoch_of(step)
+        return {"epoch": [start, epoch], "data": self._batches.state_of(epoch)}
 
-    def know_epoch(self, *epoch: int) -> None:
-        """Take over what `epoch_of` returned in another process."""
-        if epoch:
-            self._batches.know_epoch(*epoch)
+    def know_place(self, place: Mapping[str, Any]) -> None:
+        """Take over what `place_in_data` returned in another process; an older checkpoint has less."""
+        if epoch := place.get("epoch"):
+            self._batches.know_epoch(epoch[0], epoch[1], place.get("data"))
+
+    def parts_with_state(self) -> dict[str, Any]:
+        """Return the losses that are modules."""
+        return self._modules_of_losses
 
     def tell_of_reading(self, goes_on: Callable[[int], bool]) -> None:
         """See `Batches.goes_on`."""

@@ -2,24 +2,40 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Iterator
+from collections.abc import Callable, Container, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 from amplab.amp.run_state.file_format import RunStateError, read_run_state
 from amplab.lab.faults import FAULTS
 from amplab.lab.run_log.json_lines import is_count, is_number
 
-__all__ = ["read_saved", "unsaved_buffers"]
+__all__ = ["all_buffers", "read_saved", "shape_of", "unsaved_buffers"]
 
 
-def unsaved_buffers(model: nn.Module) -> Iterator[tuple[str, nn.Module, str]]:
-    """Yield the name, the module and the key of each buffer that the state_dict of a model leaves out."""
+def all_buffers(model: nn.Module) -> Iterator[tuple[str, dict[str, Tensor | None], str]]:
+    """Yield the name of each buffer of a model, and where it is."""
     for path, module in model.named_modules():
-        for key in module._non_persistent_buffers_set & module._buffers.keys():
-            yield f"{path}.{key}", module, key
+        for key in module._buffers:
+            yield f"{path}.{key}", module._buffers, key
+
+
+def unsaved_buffers(
+    model: nn.Module, shapes: Mapping[str, torch.Size | None]
+) -> Iterator[tuple[str, dict[str, Tensor | None], str]]:
+    """Yield those of `all_buffers` that a state_dict leaves out, or that a new model of these shapes cannot load."""
+    hidden = {f"{path}.{key}" for path, module in model.named_modules() for key in module._non_persistent_buffers_set}
+    for name, buffers, key in all_buffers(model):
+        if name in hidden or shapes.get(name) != shape_of(buffers[key]):
+            yield name, buffers, key
+
+
+def shape_of(buffer: Tensor | None) -> torch.Size | None:
+    """Return the shape of a buffer that may be missing."""
+    return None if buffer is None else buffer.shape
 
 
 def read_saved(path: Path, *, whole: bool = True) -> tuple[int, dict[str, Any]]:
@@ -56,9 +72,17 @@ def _is_of_the_lab(extra: dict[str, Any]) -> bool:
         and _are(lambda state: isinstance(state, dict), extra.get("schedules", []))
         and _are(lambda name: isinstance(name, str), extra.get("left_out", []))
         and isinstance(extra.get("buffers", {}), dict)
+        and all(_is_state(extra.get(name, {})) for name in ("own", "data"))
         and is_number(extra.get("learning_rate", 0.0))
         and isinstance(digests := extra.get("digests", {}), dict)
         and all(isinstance(each, str) for each in (*digests, *digests.values()))
+    )
+
+
+def _is_state(state: Any) -> bool:
+    return isinstance(state, dict) and all(
+        isinstance(path, str) and isinstance(values, dict) and all(isinstance(name, str) for name in values)
+        for path, values in state.items()
     )
 
 

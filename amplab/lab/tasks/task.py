@@ -124,12 +124,16 @@ class Task(ABC):
     def batch(self, step: int, batch_size: int) -> Any:
         """Return the batch of a step: a tensor or any nesting of tensors, always the same for the same step."""
 
-    def epoch_of(self, step: int) -> tuple[int, ...]:  # noqa: ARG002  most tasks compute it
-        """Return what `know_epoch` of the task in another process takes, to find the batches from a step on."""
-        return ()
+    def place_in_data(self, step: int) -> dict[str, Any]:  # noqa: ARG002  most tasks compute their batches
+        """Return what `know_place` of the task in another process takes, to find the batches from a step on."""
+        return {}
 
-    def know_epoch(self, *epoch: int) -> None:  # noqa: B027
-        """Take over what `epoch_of` returned in another process."""
+    def know_place(self, place: Mapping[str, Any]) -> None:  # noqa: B027
+        """Take over what `place_in_data` returned in another process."""
+
+    def parts_with_state(self) -> dict[str, Any]:
+        """Return the objects besides model and optimizers whose attributes may change in a run, by name."""
+        return {}
 
     def tell_of_reading(self, goes_on: Callable[[int], bool]) -> None:  # noqa: B027
         """Call a function now and then while many batches are read before that of a step; it says whether to go on."""
