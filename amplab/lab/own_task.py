@@ -41,6 +41,7 @@ from amplab.lab.tasks.task import drawing_alone
 from amplab.optimizers import FusedOptimizer
 from amplab.optimizers.group_settings import learning_rate
 from amplab.policies.signals import is_interrupt
+from amplab.trace.argument_checks import accepts
 from amplab.trace.forwarded_modules import buffers_kept
 from amplab.trace.handed_step import Loss, ModelGroup, as_model, handed_step
 from amplab.trace.random_states import devices_in_use, random_states_kept, seed_all
@@ -173,6 +174,7 @@ class OwnTask(Task):
                 "optimizer returned one of other parameters: expected an optimizer of the parameters that the function "
                 "gets, such as lambda weights: SGD(weights, lr=0.1)."
             )
+        _check_step(optimizer)
         return optimizer
 
 
@@ -322,6 +324,7 @@ def _check_parameters(model: nn.Module, makers: dict[str, Any]) -> None:
     for given in makers.values():
         if not isinstance(given, Optimizer):
             continue
+        _check_step(given)
         if any(not _is_amplabs(hook) for hooks in hooks_of(given) for hook in hooks.values()):
             raise ValueError(
                 f"optimizer={type(given).__name__}: has hooks, which belong to it, and Reset and Compare need others; "
@@ -332,6 +335,16 @@ def _check_parameters(model: nn.Module, makers: dict[str, Any]) -> None:
                 f"optimizer={type(given).__name__}: steps parameters that are not the model's; expected an optimizer "
                 "of model.parameters()."
             )
+
+
+def _check_step(optimizer: Optimizer) -> None:
+    """Raise a ValueError if an optimizer cannot step by the gradients alone, as LBFGS."""
+    refused = accepts(type(optimizer).step, 1)  # of the class: a schedule's wrapper has another signature
+    if refused is not None:
+        raise ValueError(
+            f"optimizer={type(optimizer).__name__}: the lab calls step() without arguments, and {refused}; expected an "
+            "optimizer that needs no closure, such as lambda weights: Adam(weights, lr=1e-3)."
+        )
 
 
 def _is_amplabs(hook: Any) -> bool:

@@ -37,6 +37,14 @@ def test_an_optimizer_that_cannot_be_made_again_is_refused(make, words):
         registered(ONE, TAGS, loss=F.cross_entropy, optimizer=given)
 
 
+@pytest.mark.parametrize("as_object", [False, True])
+def test_an_optimizer_that_needs_a_closure_is_refused_before_its_first_step(as_object):
+    optimizer = torch.optim.LBFGS(ONE.parameters()) if as_object else torch.optim.LBFGS
+    with pytest.raises(ValueError, match=r"optimizer=LBFGS: .*'closure'.*such as"):
+        registered(ONE, TAGS, loss=F.cross_entropy, optimizer=optimizer)
+    assert "own" not in TASKS
+
+
 def hooked(optimizer):
     optimizer.register_step_post_hook(lambda *_: None)
     return optimizer
