@@ -26,6 +26,7 @@ from amplab.lab.run_log import Run, runs_directory
 from amplab.lab.tasks import OWN_TASK, TASKS
 from amplab.lab.trainer import Trainer, tasks_in_use
 from amplab.lab.watch import Watch
+from amplab.trace.as_found import leaves_as_found
 from amplab.trace.handed_step import Loss, shows_calls
 
 if TYPE_CHECKING:
@@ -87,6 +88,7 @@ def active() -> Trainer | None:
     "amplab.lab.open(config)",
     "amplab.lab.open(model=model, data=loader, loss=criterion, optimizer=lambda weights: SGD(weights, lr=0.1))",
 )
+@leaves_as_found  # the code of one's own that runs here may raise, or be interrupted, before it switches grad mode back
 def open(
     config: str | ExperimentConfig | None = None,
     *,

@@ -5,6 +5,7 @@ import math
 import pytest
 import torch
 import torch.nn.functional as F
+from interrupts import interrupted_everywhere
 from own_models import TAGS, ResNet, Tagger, loader, registered
 from torch import nn
 
@@ -108,3 +109,40 @@ def test_a_setting_of_ones_own_model_can_be_opened_again(kernel):
     config = dashboard.trainer.config
     assert (config.opt_level, config.optimizer, config.lr) == ("O2", "adamw", 0.003)
     dashboard.close()
+
+
+@pytest.mark.parametrize("raises", [False, True])
+def test_open_leaves_the_settings_of_torch_though_a_step_does_not_switch_them_back(kernel, raises):
+    def step(model, batch):
+        torch.set_autocast_enabled("cpu", True)
+        loss = F.cross_entropy(model(batch[0]), batch[1])
+        torch.set_grad_enabled(False)
+        if raises:
+            raise ArithmeticError("a bad batch")
+        return loss
+
+    try:
+        amplab.lab.open(model=Tagger(), data=TAGS, step=step).close()
+        assert not raises
+    except ArithmeticError:
+        assert raises
+    assert torch.is_grad_enabled()
+    assert not torch.is_autocast_enabled("cpu")
+
+
+def test_ctrl_c_in_open_leaves_grad_mode_on(kernel):
+    """Copies of tensors, and of models, begin without gradients; the interrupt comes where that ends."""
+    model = Tagger()
+    optimizer = torch.optim.AdamW(model.parameters())
+    F.cross_entropy(model(TAGS[0][0]), TAGS[0][1]).backward()
+    optimizer.step()
+    grad_mode = torch.autograd.grad_mode.__file__
+
+    def opened():
+        amplab.lab.open(model=model, data=TAGS, loss=F.cross_entropy, optimizer=optimizer).close()
+
+    met = []
+    for interrupt in interrupted_everywhere(opened, folders=[grad_mode], functions=["__exit__"], every=9):
+        met.append(interrupt)
+        assert torch.is_grad_enabled(), interrupt
+    assert len(met) > 5
