@@ -71,12 +71,14 @@ from amplab.policies.nested_tensors import floating_tensors_in
 from amplab.policies.signals import is_interrupt
 from amplab.scalers import ScaleState
 from amplab.trace import Trace, trace_step, xray
+from amplab.trace.as_found import leaves_as_found
 from amplab.trace.forwarded_modules import buffers_kept
 from amplab.trace.handed_step import ModelGroup
 from amplab.trace.kept_tensors import KeptBytes
 from amplab.trace.random_states import random_states_kept
 from amplab.trace.recorder import Observer
 from amplab.trace.tensor_copies import write_value
+from amplab.trace.untouched import modules_kept
 
 __all__ = [
     "SCORE_EVERY",
@@ -428,19 +430,15 @@ class Experiment:
         _check_modules(new, self.module_names())
 
     @drawing_alone
+    @leaves_as_found
     def score(self) -> float | None:
-        """Return the task's score on held-out data, None if it has none. Sync: one."""
+        """Return the task's score on held-out data, None if it has none; the experiment does not change. Sync: one."""
         if self._task.score is None:
             return None
-        modes = [(module, module.training) for module in self._model.modules()]
-        try:
+        with modules_kept(self._model), torch.no_grad(), self._session.casting(), self._random_states_kept():
             self._model.eval()
-            with torch.no_grad(), self._session.casting(), self._random_states_kept():
-                self._seed_forward(self._step, len(self._task.losses))
-                return self._task.measure(self._model)
-        finally:
-            for module, training in modes:
-                module.training = training
+            self._seed_forward(self._step, len(self._task.losses))
+            return self._task.measure(self._model)
 
     @drawing_alone
     @_is_look

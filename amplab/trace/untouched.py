@@ -40,6 +40,7 @@ __all__ = [
     "ParkedGradients",
     "before_untouched",
     "computed_anew",
+    "modules_kept",
     "nodes_behind",
     "observing_steps",
     "unless_undone",
@@ -152,10 +153,9 @@ def untouched(model: nn.Module) -> Iterator[ParkedGradients]:
         computed_anew(undo)
         with _unseen_by_engines():
             undo.add(gradients.restore)
-            states = [_ModuleState.of(module) for module in model.modules()]
+            states = _keep(model, undo)
             for state in states:
                 gradients.park(each for each in state.parameters.values() if each is not None and each.is_leaf)
-                undo.add(state.restore)
             devices = {copy.tensor.device for state in states for copy in state.copies}
         undo.enter_block(compiled_functions_eagerly)  # or the compiler would compile modes and hooks, too
         if has_other_ranks() and not is_alone() and not _has_shards(model):
@@ -168,6 +168,36 @@ def untouched(model: nn.Module) -> Iterator[ParkedGradients]:
             buffers_kept(model),
         ):
             yield gradients
+
+
+@contextmanager
+def modules_kept(model: nn.Module) -> Iterator[None]:
+    """Run a block and restore what `untouched` restores of modules, also after an exception.
+
+    It is for code that measures a model: gradients, random states and optimizers are as the block leaves them,
+    functions that were given to `torch.compile` are compiled, and collectives are allowed.
+
+    Sync: none.
+
+    >>> norm = nn.BatchNorm1d(2)
+    >>> with modules_kept(norm):
+    ...     norm.calls = 1
+    ...     _ = norm.eval().running_mean.fill_(3.0)
+    >>> norm.running_mean.tolist(), norm.training, hasattr(norm, "calls")
+    ([0.0, 0.0], True, False)
+    """
+    with Undo() as undo, buffers_kept(model):
+        with _unseen_by_engines():
+            _keep(model, undo)
+        yield
+
+
+def _keep(model: nn.Module, undo: Undo) -> "list[_ModuleState]":
+    """Restore the modules of a model at the end of `undo`; return what they have now."""
+    states = [_ModuleState.of(module) for module in model.modules()]
+    for state in states:
+        undo.add(state.restore)
+    return states
 
 
 def _has_shards(model: nn.Module) -> bool:

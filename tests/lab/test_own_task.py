@@ -393,6 +393,66 @@ def test_a_score_that_cannot_be_measured_once_does_not_end_the_run(listen):
     assert ["the disk does not answer" in each.text for each in ear.of(Failed)] == [True]
 
 
+class Recurrent(nn.Module):
+    """Keeps its hidden state from batch to batch, in a buffer or in an attribute, and counts its calls."""
+
+    def __init__(self, kind):
+        super().__init__()
+        self.cell, self.norm, self.calls = nn.GRUCell(8, 8), nn.BatchNorm1d(8), 0
+        if kind == "buffer":
+            self.register_buffer("hidden", torch.zeros(4, 8))
+        else:
+            self.hidden = torch.zeros(4, 8)
+
+    def forward(self, x):
+        self.calls += 1
+        hidden = self.cell(self.norm(x), self.hidden.to(x.dtype))
+        self.hidden = hidden.detach().float()
+        return hidden * (1 + self.calls % 3)
+
+
+def trained(kind, look, *, steps, evaluate=True):
+    """Return the losses and the state of a run of `steps` steps with a look in its middle."""
+    batches = [(torch.linspace(-1, number, 32).view(4, 8), torch.arange(4)) for number in range(3)]
+
+    def held_out(model):
+        model.train()  # as for samples of dropout
+        return F.cross_entropy(model(batches[2][0]), batches[2][1]).item()
+
+    torch.manual_seed(0)
+    parts = {"loss": F.cross_entropy, "evaluate": held_out if evaluate else None}
+    trainer = Trainer(registered(Recurrent(kind), batches, **parts))
+    trainer.run(steps // 2)
+    look(trainer)
+    assert trainer.wait(30)
+    losses = trainer.run(steps - steps // 2).column("loss").tolist()
+    model = trainer._experiment.model
+    return losses, model.norm.running_mean.tolist(), model.hidden.tolist(), model.calls, trainer
+
+
+def continued(trainer):
+    trainer.reset()
+    trainer.wait()
+    trainer.continue_from(trainer.kept.runs[-1])
+
+
+@pytest.mark.parametrize("kind", ["buffer", "attribute"])
+@pytest.mark.parametrize("look", [Trainer.score, continued], ids=["score", "continued"])
+def test_a_run_that_is_scored_goes_on_as_if_it_had_not_been(look, kind):
+    """A kept run is scored, too."""
+    *plain, _ = trained(kind, lambda _: None, steps=8)
+    *scored, _ = trained(kind, look, steps=8)
+    assert scored == plain
+
+
+@pytest.mark.parametrize("kind", ["buffer", "attribute"])
+def test_the_scores_of_a_run_do_not_change_it(kind):
+    *plain, _ = trained(kind, lambda _: None, steps=54, evaluate=False)
+    *scored, trainer = trained(kind, lambda _: None, steps=54)
+    assert [record.step for record in trainer.history.records() if record.score is not None] == [24, 49]
+    assert scored == plain
+
+
 def test_a_comparison_goes_on_though_many_runs_are_kept_meanwhile():
     trainer = Trainer(registered(Tagger(), TAGS, loss=F.cross_entropy))
     trainer.compare([trainer.config] * 2, steps=30)
