@@ -5,9 +5,9 @@
 
 A checkpoint is written every few seconds, at most a hundredth of the time, when the run pauses, and after each change
 of a paused run. It says how long the log was then: a continued run has a new log, which begins with that part of the
-old one. A folder keeps the checkpoints of the last `KEPT` runs, and those of runs that a process has not left. No run
-is offered while its process lives, even after a reset: a process locks the log of each of its runs that has a
-checkpoint until it ends.
+old one. A folder keeps the checkpoints of the last `KEPT` runs, of the `KEPT_LONGEST` longest ones before them, and
+those of runs that a process has not left. No run is offered while its process lives, even after a reset: a process
+locks the log of each of its runs that has a checkpoint until it ends.
 
 Several ranks have one checkpoint, that of rank 0 (see `run_log.ranks`). When torchrun has started them again, each
 continues its own log from there; the logs as they were are in the folder attempt-0, attempt-1, …
@@ -20,7 +20,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from datetime import datetime
 from itertools import count
@@ -44,6 +44,7 @@ from amplab.policies.signals import DeferredSignals, is_interrupt
 __all__ = [
     "EVERY_SECONDS",
     "KEPT",
+    "KEPT_LONGEST",
     "Checkpoint",
     "Checkpoints",
     "begin_again",
@@ -52,11 +53,17 @@ __all__ = [
 ]
 
 KEPT = 5
-"""Runs of a folder whose checkpoint is kept."""
+"""Runs of a folder whose checkpoint is kept: the latest ones."""
+
+KEPT_LONGEST = 3
+"""Earlier runs whose checkpoint is kept as well, until `LONGEST_AGO`: those with the most steps."""
 
 SUFFIX = ".checkpoint"
 LONGEST_AGO = 7 * 24 * 3600.0
 """Seconds after which a checkpoint is not offered any more."""
+
+SHORT = 0.01
+"""A run of less than this share of the steps of the longest one is offered only if no longer run can be."""
 
 EVERY_SECONDS = 5.0
 """Seconds from one checkpoint to the next, at least."""
@@ -200,7 +207,7 @@ class Checkpoints:
 
     def _replace(self, experiment: Experiment, size: int) -> None:
         with _guard:
-            if self._size < 0 and self.path.exists() and not _is_checkpoint(self.path):
+            if self._size < 0 and self.path.exists() and _steps_of(self.path) is None:
                 raise FileExistsError("the lab did not write the file there and does not replace it; move it elsewhere")
             _hold(self.log)
             experiment.save(self.path, {"log_bytes": size, "saved": datetime.now().isoformat()})
@@ -281,25 +288,41 @@ def last_checkpoint(
 ) -> Checkpoint | None:
     """Return the latest checkpoint in `folder` that can be continued, None if there is none of the last 7 days.
 
+    A short run, such as a step that was made by mistake, does not hide a long one: see `SHORT`.
+
     Args:
         folder: Where the logs are.
         as_here: Returns it with the config that it has in this process; None if no experiment can be made of it. A
             large file of another one is not read.
     """
-    until = time.monotonic() + _LONGEST_LOCKED
+    until, found = time.monotonic() + _LONGEST_LOCKED, list[Checkpoint]()
     for path in _newest_first(folder, f"*{SUFFIX}"):
-        try:
-            if time.time() - path.stat().st_mtime > LONGEST_AGO:
-                continue
+        with _skipping_damaged():
             log = path.with_suffix(".jsonl")
-            if not log.is_file() or is_held(log, until=until):  # on Windows a run in another kernel is offered, too
-                continue
-            if as_here(_read(path, whole=False)) is not None:
-                return as_here(_read(path))
-        except (OSError, RunStateError, ValueError, KeyError, TypeError) as error:
-            if is_interrupt(error):
-                raise
+            if not _is_recent(path) or not log.is_file() or is_held(log, until=until):
+                continue  # on Windows a run in another kernel is offered, too
+            if as_here(saved := _read(path, whole=False)) is not None:
+                found.append(saved)
+    longest = max((each.step for each in found), default=0)
+    for each in sorted(found, key=lambda each: each.step < SHORT * longest):  # else the newest first, as they are
+        with _skipping_damaged():
+            return as_here(_read(each.path))
     return None
+
+
+@contextmanager
+def _skipping_damaged() -> Iterator[None]:
+    """Go on after a block that has met a damaged file, or one that is not there any more."""
+    try:
+        yield
+    except (OSError, RunStateError, ValueError, KeyError, TypeError) as error:
+        if is_interrupt(error):
+            raise
+
+
+def _is_recent(path: Path) -> bool:
+    """Return whether a checkpoint was written in the last 7 days."""
+    return time.time() - path.stat().st_mtime <= LONGEST_AGO
 
 
 def _newest_first(folder: Path, pattern: str) -> Iterator[Path]:
@@ -312,17 +335,16 @@ def _newest_first(folder: Path, pattern: str) -> Iterator[Path]:
     yield from (path for _, path in sorted(dated, reverse=True))
 
 
-def _is_checkpoint(path: Path) -> bool:
-    """Return whether a file is a checkpoint of the lab's; other programs give their files the same ending."""
+def _steps_of(path: Path) -> int | None:
+    """Return the steps of a checkpoint; None for a file of others: programs give their files the same ending."""
     try:
-        read_saved(path, whole=False)
+        return read_saved(path, whole=False)[0]
     except (OSError, RunStateError):
-        return False
-    return True
+        return None
 
 
 def _prune(folder: Path) -> None:
-    """Remove all checkpoints but the latest; unlock the logs of runs without one.
+    """Remove all checkpoints but the latest and the longest; unlock the logs of runs without one.
 
     Those of the runs that this process trains stay, of whatever date, and those of other processes that live. Other
     files stay.
@@ -330,12 +352,24 @@ def _prune(folder: Path) -> None:
     remove_partials(folder, f"*{SUFFIX}")
     present, until = {each.path for each in _at_work}, time.monotonic() + _LONGEST_LOCKED
     paths = _newest_first(folder, f"*{SUFFIX}")
-    for path in [path for path in paths if _is_ours(path.with_suffix(".jsonl"), until)][KEPT:]:
-        if path not in present and _is_checkpoint(path):
+    for path in _shortest([path for path in paths if _is_ours(path.with_suffix(".jsonl"), until)][KEPT:]):
+        if path not in present:
             with suppress(OSError):
                 path.unlink()
     for log in [log for log in _held if not os.path.exists(log.with_suffix(SUFFIX))]:
         os.close(_held.pop(log))
+
+
+def _shortest(paths: list[Path]) -> list[Path]:
+    """Return the checkpoints among some files, without the longest runs that can still be offered."""
+    found = list[tuple[int, Path]]()
+    for path in paths:
+        with suppress(OSError):  # removed meanwhile
+            if (steps := _steps_of(path)) is not None:
+                found.append((steps if _is_recent(path) else -1, path))
+    found.sort(key=lambda each: each[0], reverse=True)  # of as many steps the newest first, as they are
+    longest = [path for steps, path in found[:KEPT_LONGEST] if steps >= 0]
+    return [path for _, path in found if path not in longest]
 
 
 def _is_ours(log: Path, until: float) -> bool:

@@ -104,7 +104,8 @@ def open(
     If an experiment is running or paused, the dashboard shows that experiment, unchanged, and asks whether to continue
     it or to start the new one. A `config` that was not asked for before starts at once in place of a paused experiment,
     which stays under *Runs*. Otherwise the dashboard shows a new experiment, with its log in `runs_directory()`, and
-    offers to continue the last run of a kernel that has ended, from its last checkpoint.
+    offers to continue the last run of a kernel that has ended, from its last checkpoint; a run of few steps does not
+    hide a long one before it.
 
     With `model` and `data` the experiment trains a model of your own. The lab needs fresh models and optimizers for
     Reset and Compare: it calls the functions that it was given, or copies the objects as they are now. What you pass is

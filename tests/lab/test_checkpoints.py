@@ -19,7 +19,7 @@ import pytest
 import torch
 
 from amplab.lab import TASKS, Experiment, ExperimentConfig, Failed, Trainer, checkpoints, load_run
-from amplab.lab.checkpoints import KEPT, Checkpoint, begin_again, checkpoint_of_launch, last_checkpoint
+from amplab.lab.checkpoints import KEPT, KEPT_LONGEST, Checkpoint, begin_again, checkpoint_of_launch, last_checkpoint
 from amplab.lab.levels import LEVELS
 from amplab.lab.run_log.writer import RunLog
 from amplab.parallel.ranks import Rank
@@ -227,15 +227,16 @@ def test_no_run_of_a_kernel_that_lives_is_offered_also_after_a_reset(tmp_path: P
 
 
 def test_the_number_of_checkpoints_is_bounded_and_they_cost_little(tmp_path: Path) -> None:
-    for _ in range(KEPT + 3):
+    kept = KEPT + KEPT_LONGEST
+    for _ in range(kept + 3):
         trainer = Trainer(SMALL, log=tmp_path)
         trainer.run(1)
         trainer.stop()
         assert trainer.wait(10)
-    assert len(list(tmp_path.glob("*.checkpoint"))) == KEPT
+    assert len(list(tmp_path.glob("*.checkpoint"))) == kept
     logs = set(tmp_path.glob("*.jsonl"))
-    assert len(logs) == KEPT + 3
-    assert len(logs & set(checkpoints._held)) <= KEPT, "a lock takes a file descriptor"
+    assert len(logs) == kept + 3
+    assert len(logs & set(checkpoints._held)) <= kept, "a lock takes a file descriptor"
     assert max(path.stat().st_size for path in tmp_path.glob("*.checkpoint")) < 100_000
 
 
@@ -591,6 +592,47 @@ def test_a_paused_run_keeps_its_checkpoint_while_another_one_in_its_process_is_r
     paused.stop()
 
 
+def end_of_kernel() -> None:
+    """Unlock the logs of this process, as when it ends."""
+    for log in list(checkpoints._held):
+        os.close(checkpoints._held.pop(log))
+
+
+def stopped_run(folder: Path, steps: int) -> Path:
+    """Train a run, stop it, and return its checkpoint."""
+    trainer = Trainer(SMALL, log=folder)
+    trainer.run(steps)
+    trainer.stop()
+    assert trainer.wait(10)
+    return trainer.log_path.with_suffix(".checkpoint")
+
+
+def test_short_runs_neither_displace_a_long_one_nor_hide_it(tmp_path: Path) -> None:
+    """As the run of a kernel that has ended, and some presses of Step in the next one, each after a Reset."""
+    long = stopped_run(tmp_path, 250)
+    end_of_kernel()
+    resets(tmp_path, KEPT + KEPT_LONGEST + 2)
+    assert long.exists()
+    assert len(list(tmp_path.glob("*.checkpoint"))) == KEPT + KEPT_LONGEST
+    end_of_kernel()
+    assert last_checkpoint(tmp_path).path == long
+    later = stopped_run(tmp_path, 3)
+    end_of_kernel()
+    assert last_checkpoint(tmp_path).path == later, "more than a hundredth of the steps: it was meant"
+    os.utime(long, (0, 0))
+    stopped_run(tmp_path, 1)
+    assert not long.exists(), "too old to be offered"
+
+
+def test_a_long_run_that_is_damaged_hides_no_short_one(tmp_path: Path) -> None:
+    long, short = stopped_run(tmp_path, 250), stopped_run(tmp_path, 2)
+    end_of_kernel()
+    content = bytearray(long.read_bytes())
+    content[len(content) // 2] ^= 1  # in the tensors, which the first look does not read
+    long.write_bytes(content)
+    assert last_checkpoint(tmp_path).path == short
+
+
 @pytest.mark.skipif(os.name != "posix", reason="locks of another system")
 def test_a_paused_run_keeps_its_checkpoint_while_other_processes_reset_theirs(tmp_path: Path) -> None:
     command = [sys.executable, "-c", RESET, str(tmp_path)]
@@ -599,8 +641,11 @@ def test_a_paused_run_keeps_its_checkpoint_while_other_processes_reset_theirs(tm
         resets(tmp_path, KEPT + 2)
         process.kill()
     assert last_checkpoint(tmp_path).step == 5
+    of_process = [path for path in tmp_path.glob("*.checkpoint") if steps_in(path) in (5, 7)]
+    for path in of_process:
+        os.utime(path, (0, 0))
     resets(tmp_path, KEPT + 2)
-    assert last_checkpoint(tmp_path) is None  # its process has ended, and there are later runs
+    assert not any(path.exists() for path in of_process)  # the process has ended, and there are later runs
 
 
 def test_a_large_checkpoint_of_another_model_is_not_read_and_hides_no_run(tmp_path: Path) -> None:
@@ -617,8 +662,8 @@ def test_a_large_checkpoint_of_another_model_is_not_read_and_hides_no_run(tmp_pa
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     found = last_checkpoint(tmp_path, lambda each: each if each.config.task == "digits" else None)
     assert (found.step, found.path.name) == (3, "small.checkpoint")
-    resets(tmp_path, KEPT + 1)
-    assert not (tmp_path / "small.checkpoint").exists()
+    resets(tmp_path, KEPT + KEPT_LONGEST)
+    assert len(list(tmp_path.glob("*.checkpoint"))) == KEPT + KEPT_LONGEST, "two fewer"
     assert (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) * 1024 < 2**28, "512 MB are in the file"
 
 
