@@ -7,6 +7,7 @@
         optimizer.step()                                  # skipped if a gradient overflowed
 
 A step accumulates the gradients of several batches if the config says so; then each loss is divided by their number.
+Such a step can take minutes. Its owner may stop it after any batch; see `Experiment.goes_on`.
 
 `trainer.py` runs it in a thread, `views` shows it; `faults.py` has the faults that can be injected.
 """
@@ -19,8 +20,8 @@ import operator
 import re
 import time
 import traceback
-from collections.abc import Callable, Iterable, Sequence, Set
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterable, Iterator, Sequence, Set
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
@@ -75,14 +76,16 @@ from amplab.trace.as_found import leaves_as_found
 from amplab.trace.forwarded_modules import buffers_kept
 from amplab.trace.handed_step import ModelGroup
 from amplab.trace.kept_tensors import KeptBytes
+from amplab.trace.optimizer_states import OptimizerState
 from amplab.trace.random_states import random_states_kept
 from amplab.trace.recorder import Observer
-from amplab.trace.tensor_copies import write_value
+from amplab.trace.tensor_copies import TensorCopy, restore_all, write_value
 from amplab.trace.untouched import modules_kept
 
 __all__ = [
     "SCORE_EVERY",
     "Experiment",
+    "StepStopped",
     "check_modules",
     "samples_gradients",
 ]
@@ -108,6 +111,10 @@ class _Part:
     batch: int
     loss_id: int
     loss: TaskLoss
+
+
+class StepStopped(Exception):
+    """A step of several batches was stopped after one of them; the experiment is as before the step."""
 
 
 P = ParamSpec("P")
@@ -137,6 +144,10 @@ class Experiment:
             gradients are averaged. n ranks train the same as one process that accumulates n times as many batches.
 
     Attributes:
+        goes_on: Called before each batch of a step, or of `gradients`, that accumulates several; if it returns False,
+            `StepStopped` is raised, and the experiment is as before the call. It is not called of several ranks, which
+            wait for each other, and not for a model of one's own: what its forward changes besides parameters and
+            buffers, such as a counter in an attribute, could not be taken back.
         left_out: What a checkpoint could not hold, of a loaded experiment.
         score_failure: The traceback of the last score that could not be measured in a step; "" if there is none.
 
@@ -177,6 +188,9 @@ class Experiment:
         self._recorder: StageRecorder | None = None
         self._past = PastSkips()
         self.score_failure, self.left_out = "", tuple[str, ...]()
+        self.goes_on: Callable[[], bool] = lambda: True
+        is_own = OWN_TASK.fullmatch(config.task) or not MODELS[config.model].build.__module__.startswith("amplab.")
+        self._can_stop = not is_own and exchange is None
         self._scalers_before: tuple[ScaleState, ...] = ()
         self._given: Sequence[Any] | None = None  # batches of a step that runs again
 
@@ -237,7 +251,11 @@ class Experiment:
 
     @drawing_alone
     def step(self) -> StepRecord:
-        """Train on the next batch and return what happened. Sync: one."""
+        """Train on the next batch and return what happened. Sync: one.
+
+        Raises:
+            StepStopped: See `goes_on`.
+        """
         if self._began is None:
             self._began = time.perf_counter()
         self._scaled.clear()
@@ -250,17 +268,8 @@ class Experiment:
         ]
         self._rerun.forget()
         self._rerun.remember(batches[0] if len(batches) == 1 else batches)
-        losses, exponents = list[Tensor](), list[float]()
-        for number, optimizer in enumerate(self._optimizers):
-            with self._random_states_kept():
-                losses += self._backward(number, batches)
-            if self._step < self._measure_memory_until or self._step % SCORE_EVERY == 0:
-                self._memory = self._session.memory()
-            exponents += self._largest_exponent(optimizer)  # O2 drops the gradients of the masters in the step
-            with self._random_states_kept():
-                self._seed_forward(self._step, -1 - number)  # on all ranks the same: they keep the same weights
-                optimizer.step()
-        record = self._record(losses, exponents, self._began)
+        with self._taken_back_if_stopped():
+            record = self._train_on(batches, self._began)
         self._last = record
         if record.skipped and self._given is None and self._exchange is None:  # a rank cannot run again by itself
             self._past.keep(self._weights(), is_same=was_skipped and len(self._optimizers) == 1, make=self._past_skip)
@@ -564,6 +573,7 @@ class Experiment:
             model.zero_grad(set_to_none=True)
             with self._random_states_kept(), buffers_kept(model):
                 for part in self._parts(number):
+                    self._stop_if_wanted()
                     batch = self._batch(self._step, part.batch)
                     shrunk(self._forward(model, part, batch, self._step), self._faults).backward()
             weights = dict(model.named_parameters())
@@ -642,6 +652,53 @@ class Experiment:
 
     # -- one step, in parts --------------------------------------------------------------------------
 
+    @contextmanager
+    def _taken_back_if_stopped(self) -> Iterator[None]:
+        """Take a step back if it is stopped in the block: the next one has the bits that this one would have had."""
+        if not self._can_stop or self._config.accumulate == 1:
+            yield
+            return
+        buffers = [TensorCopy.of(each) for each in self._model.buffers()]
+        # The first optimizer steps after all of its batches, and is stopped after that only if it has skipped.
+        optimizers = [OptimizerState.of(each) for each in self._optimizers] if len(self._optimizers) > 1 else []
+        try:
+            yield
+        except StepStopped:
+            with torch.no_grad():
+                restore_all(buffers)
+            for state in optimizers:
+                state.restore()
+            for scaler, before in zip(self._session.scalers, self._scalers_before, strict=True):
+                scaler.state = before
+            self._drop_gradients()
+            self._last = None  # what it began with is gone; `past_skips` has it
+            raise
+
+    def _drop_gradients(self) -> None:
+        """Drop the gradients of the model and of masters, with what the session has noted of their overflow."""
+        self._model.zero_grad(set_to_none=True)
+        for optimizer in self._optimizers:
+            optimizer.zero_grad(set_to_none=True)
+
+    def _stop_if_wanted(self) -> None:
+        """Raise StepStopped if `goes_on` says so."""
+        if self._can_stop and self._config.accumulate > 1 and not self.goes_on():
+            raise StepStopped(f"step {self._step} was stopped before its end, and taken back.")
+
+    def _train_on(self, batches: Sequence[Any], began: float) -> StepRecord:
+        """Make each optimizer's backwards and its step."""
+        losses, exponents = list[Tensor](), list[float]()
+        for number, optimizer in enumerate(self._optimizers):
+            with self._random_states_kept():
+                losses += self._backward(number, batches)
+            if self._step < self._measure_memory_until or self._step % SCORE_EVERY == 0:
+                self._memory = self._session.memory()
+            exponents += self._largest_exponent(optimizer)  # O2 drops the gradients of the masters in the step
+            with self._random_states_kept():
+                self._seed_forward(self._step, -1 - number)  # on all ranks the same: they keep the same weights
+                optimizer.step()
+        return self._record(losses, exponents, began)
+
     def _backward(self, number: int, batches: Sequence[Any]) -> list[Tensor]:
         """Compute the unscaled gradients of one optimizer; return the losses, before any shrinking."""
         optimizer, parts = self._optimizers[number], self._parts(number)
@@ -649,6 +706,7 @@ class Experiment:
         losses, delays = [], len({part.loss_id for part in parts}) == 1
         with self._session.casting():
             for part in parts:
+                self._stop_if_wanted()
                 loss = self._forward(self._model, part, batches[part.batch], self._step, self._faults)
                 losses.append(loss.detach())
                 with self._session.scale_loss(

@@ -1,8 +1,9 @@
 """The trainer: runs one experiment in its own thread, is controlled from any thread, and publishes events.
 
 Controls return at once, with the new state set. Changes of the experiment (a config, a fault, a trace, a reset) wait in
-a queue for the next step boundary, where the trainer's thread makes them in order. All events come from that thread. A
-single step is in `experiment.py`, the thread in `worker.py`, the subscribers in `events.py`, the history and the log of
+a queue for the next step boundary, where the trainer's thread makes them in order. A step that accumulates many batches
+is taken back for a control that would wait for it; see `Experiment.goes_on`. All events come from that thread. A single
+step is in `experiment.py`, the thread in `worker.py`, the subscribers in `events.py`, the history and the log of
 the run in `run_store.py`, its checkpoints in `run_saver.py`.
 """
 
@@ -14,7 +15,8 @@ import os
 import time
 import traceback
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import partial
 from numbers import Integral
@@ -38,6 +40,7 @@ from amplab.lab.events import (
     ConfigChanged,
     Event,
     Failed,
+    GradientSample,
     GradientsReady,
     InputsReady,
     LevelTraced,
@@ -52,7 +55,7 @@ from amplab.lab.events import (
     TwinReady,
     Undone,
 )
-from amplab.lab.experiment import Experiment, samples_gradients
+from amplab.lab.experiment import Experiment, StepStopped, samples_gradients
 from amplab.lab.faults import check_fault
 from amplab.lab.findings import (
     LOOK_BACK,
@@ -142,14 +145,16 @@ class Trainer:
         self._saver = RunSaver(exchange, self._publisher.publish)
         self._name, self._runs_begun = "Run 1", 1
         self._worker = Worker(
-            step=self._train,
+            step=self._train_next,
             is_wanted=lambda: self._state == "running",
             on_error=self._fail,
             seconds_left=lambda: self._due - time.monotonic(),
         )
-        self._lock = self._worker.lock  # guards the seven attributes below
+        self._lock = self._worker.lock  # guards the nine attributes below
         self._wanted = self._experiment.config  # once all changes that are queued are made
         self._queued_changes = set[Callable[[], None]]()
+        self._is_withdrawn: bool | None = None  # the step that is made now, by a control; None between steps
+        self._is_asked_for = False  # whether that step was asked for by itself
         self._state = self._announced = "ready"  # the second is what this thread has come to
         self._stops = 0  # calls of `stop` whose effect is to come
         self._steps_made = 0  # also of runs that another has replaced
@@ -162,6 +167,7 @@ class Trainer:
         self._has_reported_kernels = self._has_reported_buffers = False
         self._nonfinite_buffers: tuple[str, ...] = ()
         self._experiment.task.tell_of_reading(self._goes_on_reading)
+        self._experiment.goes_on = self._goes_on_training
         kernels.ensure(on_report=_no_warning)
         _LIVE.add(self)
 
@@ -302,13 +308,16 @@ class Trainer:
         self.start()
 
     def pause(self) -> None:
-        """Stop training at the next step boundary; no effect if nothing runs."""
+        """Stop training at the next step boundary; no effect if nothing runs.
+
+        A step that accumulates several batches is taken back after the present one, unless the model is one's own.
+        """
         with self._lock:
             if self._state == "running":
                 self._enter("paused")
 
     def step(self) -> None:
-        """Train one step, then pause.
+        """Train one step, then pause. A change that is made meanwhile waits for it; a reset and a stop do not.
 
         Raises:
             RuntimeError: The run has stopped or failed; call reset() first.
@@ -474,6 +483,7 @@ class Trainer:
         """End `compare` at the next step boundary; what was trained stays in `kept`."""
         if (comparison := self._comparison) is not None:
             comparison.stop()
+            self._withdraw()
 
     def request_activations(self) -> None:
         """Request an `ActivationsReady` at the next step boundary; it takes the time of a few steps."""
@@ -632,6 +642,28 @@ class Trainer:
         if self._state != state or again:
             self._worker.post(partial(self._announce, state, note))  # first: Ctrl-C leaves no state without a thread
             self._state = state
+            if state != "running":
+                self._withdraw(ends_run=state in ("ready", "stopped"))
+
+    def _withdraw(self, *, ends_run: bool = False) -> None:
+        """Take back the step that is made now, if it can be stopped.
+
+        One that was asked for by itself is made, unless the run ends: what was called after `step` finds it made.
+        """
+        with self._lock:
+            if self._is_withdrawn is False and (ends_run or not self._is_asked_for):
+                self._is_withdrawn = True
+
+    @contextmanager
+    def _withdrawable(self, *, is_asked_for: bool = False) -> Iterator[None]:
+        """Let controls withdraw the step that the block makes, also those that came just before it."""
+        with self._lock:
+            came_before = not is_asked_for and bool(self._state != self._announced or self._queued_changes)
+            self._is_withdrawn, self._is_asked_for = came_before, is_asked_for
+        try:
+            yield
+        finally:
+            self._is_withdrawn = None
 
     def _request(self, name: str, answer: Callable[[], Event]) -> None:
         def publish() -> None:
@@ -645,17 +677,24 @@ class Trainer:
 
     # The trainer's thread, between two steps
 
+    def _train_next(self) -> None:
+        """Train one step of a run that goes on."""
+        with self._withdrawable():
+            self._train()
+
     def _train(self, step: Callable[[], StepRecord] | None = None) -> None:
         with self._lock:
             self._due = time.monotonic() + _period(self._speed)
+        samples = list[GradientSample]()
         if samples_gradients(self._experiment.steps_done):
-            self._attempt("gradients failed.", lambda: self._store.keep(self._experiment.gradients().sample))
+            self._attempt("gradients failed.", lambda: samples.append(self._experiment.gradients().sample))
         try:
-            record = _timed_step(step or self._experiment.step, self._store)
+            record = _timed_step(partial(self._keeping, samples, step or self._experiment.step), self._store)
         except RankLost as lost:
             self._fail(str(lost))
             return
-        except ReadingStopped:
+        except (ReadingStopped, StepStopped):
+            self._due = 0.0  # no step was made
             return
         if (mixed := self._experiment.mixed_scales) is not None:
             self._store.keep_scales(mixed)
@@ -683,14 +722,30 @@ class Trainer:
         if self._experiment.steps_done >= self._step_limit and self._steps_left is None:
             self._end_at_limit()
 
+    def _keeping(self, samples: list[GradientSample], step: Callable[[], StepRecord]) -> StepRecord:
+        """Train one step and keep a histogram of its gradients, unless it was stopped: it comes again."""
+        try:
+            return step()
+        except (ReadingStopped, StepStopped):
+            samples.clear()
+            raise
+        finally:
+            for sample in samples:
+                self._store.keep(sample)
+
     def _goes_on_reading(self, left: int) -> bool:
         """Tell how many batches are still to be read; stop when a pause or a reset is wanted."""
         self._publisher.publish(Reading(len(self.history), left))
         return self._state == self._announced
 
+    def _goes_on_training(self) -> bool:
+        """Whether no control has withdrawn the step that is made now."""
+        return not self._is_withdrawn
+
     def _train_once(self) -> None:
         if self._state != "failed":  # since step() was called
-            self._train()
+            with self._withdrawable(is_asked_for=True):
+                self._train()
             self._explainer.explain_last()
 
     def _begin_to_explain(self) -> None:
@@ -715,9 +770,11 @@ class Trainer:
             recorded.append(stages)
             return record
 
-        self._train(step)
+        with self._withdrawable(is_asked_for=True):
+            self._train(step)
         self._explainer.explain_last()
-        self._publisher.publish(StagesReady(recorded[0]))
+        if recorded:
+            self._publisher.publish(StagesReady(recorded[0]))
 
     def _count_step(self) -> None:
         with self._lock:
@@ -765,6 +822,7 @@ class Trainer:
             except RuntimeError:  # in a forked process
                 self._queued_changes.discard(make)
                 raise
+            self._withdraw()
 
     def _with_changed(self, fields: Mapping[str, object], act: Callable[[ExperimentConfig], bool]) -> bool:
         """Act with fields of the config in effect changed: an undo before it in the queue may have changed others."""
@@ -836,6 +894,7 @@ class Trainer:
         """Train another experiment from now on."""
         self._name, self._experiment, self._store = name, experiment, store
         self._experiment.task.tell_of_reading(self._goes_on_reading)
+        self._experiment.goes_on = self._goes_on_training
         self._explainer = self._new_explainer()
         self._failure, self._has_reported_buffers = None, False
         self._nonfinite_buffers = experiment.nonfinite_buffers()
@@ -944,12 +1003,14 @@ class Trainer:
         def begin(config: ExperimentConfig) -> KeptRun:
             name = FIELDS["opt_level"].shown(config.opt_level)
             store, experiment = self._new_store(config), Experiment(config)
+            experiment.goes_on = self._goes_on_training
             return self._kept.keep(name, config, store, experiment, is_compared=True, is_training=True)
 
         def train(run: KeptRun) -> None:
             if run.experiment is None:
                 raise RuntimeError("the run was removed")
-            _timed_step(run.experiment.step, run.store)
+            with suppress(StepStopped):
+                _timed_step(run.experiment.step, run.store)
 
         def end(run: KeptRun, error: str) -> None:
             run.is_training, run.error = False, error
@@ -965,7 +1026,8 @@ class Trainer:
             return
         goes_on = False
         try:
-            goes_on = comparison.advance()
+            with self._withdrawable():
+                goes_on = comparison.advance()
         except BaseException:  # noqa: BLE001 - the present run goes on
             self._publisher.publish(Failed(f"The comparison ended.\n{traceback.format_exc()}"))
         self._kept.touch()
@@ -1024,7 +1086,7 @@ class Trainer:
     def _attempt(self, what: str, act: Callable[[], None]) -> None:
         try:
             act()
-        except ReadingStopped:
+        except (ReadingStopped, StepStopped):
             return  # the run is paused, and what was wanted of the step with it
         except BaseException:  # noqa: BLE001 - a trace that fails does not end the run
             self._publisher.publish(Failed(f"{what}\n{traceback.format_exc()}", attempted=True))

@@ -34,13 +34,14 @@ PERIOD = 0.5
 """Seconds between two writings of the line."""
 
 STATES = {"paused": "Paused", "stopped": "Stopped", "failed": "Failed"}
+FIRST = "Training the first step."
 FAILED = "Training has failed; the message above says why. Reset to start again."
 
 
 def status_payload(
     status: RunStatus,
     *,
-    state: str = "running",
+    state: str = "paused",
     button: str | None = None,
     comparison: Progress | None = None,
     reading: Reading | None = None,
@@ -49,7 +50,7 @@ def status_payload(
 
     Args:
         status: How the run is.
-        state: State of the trainer.
+        state: State of the trainer; "running" without a step while the first one is trained.
         button: Text of the button, None for none.
         comparison: How far the runs are that train before this one goes on, None for none.
         reading: What is read before this one goes on, None for nothing.
@@ -60,6 +61,8 @@ def status_payload(
     if state == "running" and reading is not None:
         left = f"Still to be read: {reading.left:,}."
         return _waiting("reading", f"Reading the batches before step {reading.step:,}. {left}")
+    if state == "running" and status.kind == "ready":
+        return _waiting("first", FIRST)
     if state == "failed":
         status = replace(status, kind="damaged", text=FAILED)
     ready = status.kind == "ready"

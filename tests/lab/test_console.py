@@ -119,8 +119,11 @@ def test_a_terminal_gets_a_bar_and_an_interrupt_leaves_a_table_and_a_log(tmp_pat
 
 @pytest.mark.skipif(os.name != "posix", reason="needs SIGINT")
 def test_a_second_interrupt_does_not_wait_for_the_end_of_a_long_step(tmp_path):
-    """The thread of the step is inside torch then, where the end of Python would abort the process."""
-    long_step = ["--hidden", "4096", "--batch-size", "1024", "--accumulate", "1024"]
+    """The thread of the step is inside torch then, where the end of Python would abort the process.
+
+    A step of many batches ends after one of them; this one has one.
+    """
+    long_step = ["--task", "text", "--model", "lstm", "--hidden", "2048", "--batch-size", "256"]
     command = [sys.executable, "-m", "amplab", "train", *long_step, "--log", str(tmp_path / "run.jsonl")]
     pipe = subprocess.PIPE
     with subprocess.Popen(command, stdout=pipe, stderr=pipe, text=True) as process:

@@ -1,5 +1,6 @@
 """What is trained: any batches, several losses and optimizers, accumulated batches, six levels."""
 
+import itertools
 import math
 import re
 from collections.abc import Iterator
@@ -17,6 +18,7 @@ from amplab.lab import (
     Experiment,
     ExperimentConfig,
     Score,
+    StepRecord,
     Task,
     TaskChoice,
     TaskLoss,
@@ -26,6 +28,7 @@ from amplab.lab import (
     register_model,
 )
 from amplab.lab.config_field import SettingRefused
+from amplab.lab.experiment import StepStopped
 from amplab.trace.handed_step import ModelGroup
 
 
@@ -220,6 +223,97 @@ def test_a_step_of_accumulated_batches_is_checked_once():
     experiment.inject("nan")
     assert experiment.step().next_loss_scale == 2.0**16
     assert re.fullmatch(r"batch\[\d\]\.images", experiment.explain_skip().tensor)
+
+
+def state_of(experiment: Experiment) -> list[Tensor]:
+    """Copy everything that the next steps depend on: weights, masters, buffers, optimizer state, scales."""
+    tensors = [*experiment.model.state_dict().values()]
+    for optimizer in experiment.optimizers:
+        tensors += experiment.session.master_params(optimizer)
+        tensors += [each for slots in optimizer.state.values() for each in slots.values() if isinstance(each, Tensor)]
+    scales = [torch.tensor([each.state.scale, each.state.clean_steps]) for each in experiment.session.scalers]
+    return [each.detach().clone() for each in (*tensors, *scales)]
+
+
+def assert_same(one: list[Tensor], other: list[Tensor]) -> None:
+    assert len(one) == len(other)
+    for mine, its in zip(one, other, strict=True):
+        torch.testing.assert_close(mine, its, rtol=0, atol=0, equal_nan=True)
+
+
+def without_clock(record: StepRecord) -> str:
+    return repr(replace(record, seconds=0.0))
+
+
+def stop_at(experiment: Experiment, batch: int) -> bool:
+    """Stop a step before its backward number `batch`, and return True; False if it has fewer: it is made."""
+    asked = itertools.count()
+    experiment.goes_on = lambda: next(asked) < batch
+    try:
+        experiment.step()
+    except StepStopped:
+        return True
+    finally:
+        experiment.goes_on = lambda: True
+    return False
+
+
+TASKS_STOPPED = [("digits", "cnn"), ("gan", "dcgan"), ("text", "lstm")]
+
+
+@pytest.mark.filterwarnings("ignore:Adam on half parameters")
+@pytest.mark.parametrize("scale", [2.0**16, 2.0**24], ids=["", "skips"])
+@pytest.mark.parametrize("level", ["O0", "O1", "O2", "autocast-fp16"])
+@pytest.mark.parametrize(("task", "model"), TASKS_STOPPED)
+def test_a_step_that_is_stopped_after_any_batch_leaves_nothing(task, model, level, scale):
+    """With BatchNorm, several losses and optimizers, and skips: the run has the bits of one that was not stopped."""
+    init = {"init_scale": scale} if LEVELS[level].properties.loss_scale == "dynamic" else {}
+    config = ExperimentConfig().changed(
+        task=task, model=model, opt_level=level, hidden=16, batch_size=8, accumulate=3, optimizer="adam", **init
+    )
+    stopped, whole = Experiment(config), Experiment(config)
+    random, skips = torch.get_rng_state(), 0
+    for _ in range(2):
+        before, batch = state_of(stopped), 0
+        while stop_at(stopped, batch):
+            assert_same(state_of(stopped), before)
+            assert all(weight.grad is None for weight in stopped.model.parameters())
+            batch += 1
+        assert batch >= 3 * len(stopped.task.losses)
+        record = whole.step()
+        skips += record.skipped
+        assert_same(state_of(stopped), state_of(whole))
+        assert without_clock(stopped.step()) == without_clock(whole.step())
+    assert torch.equal(torch.get_rng_state(), random)
+    assert skips > 0 or scale == 2.0**16 or not init
+
+
+def test_a_stopped_step_is_not_taken_for_the_skipped_one_before_it():
+    experiment = Experiment(ExperimentConfig(hidden=16, accumulate=2))
+    experiment.inject("overflow")
+    assert experiment.step().skipped
+    assert stop_at(experiment, 1)
+    assert experiment.last_skip is None
+    assert experiment.past_skips.steps == (0,)
+
+
+def test_a_level_chosen_after_a_stopped_step_is_as_without_it():
+    stopped, whole = (Experiment(ExperimentConfig(model="cnn", hidden=16, accumulate=3)) for _ in range(2))
+    for each in (stopped, whole):
+        each.step()
+    for level in ("O2", "O1", "autocast-fp16"):
+        assert stop_at(stopped, 2)
+        for each in (stopped, whole):
+            each.switch(each.config.changed(opt_level=level))
+        assert without_clock(stopped.step()) == without_clock(whole.step())
+        assert_same(state_of(stopped), state_of(whole))
+
+
+def test_what_cannot_be_taken_back_is_not_stopped():
+    """A registered model may change its attributes in a forward."""
+    experiment = Experiment(config_of("toy-text", accumulate=2))
+    assert not stop_at(experiment, 0)
+    assert experiment.steps_done == 1
 
 
 @pytest.mark.parametrize(("level", "dtype"), [("autocast-fp16", torch.float16), ("autocast-bf16", torch.bfloat16)])

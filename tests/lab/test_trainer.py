@@ -649,3 +649,140 @@ def test_a_reset_with_a_changed_field_keeps_changes_of_the_same_step(trainer, in
 
     in_a_step(change_then_reset)
     assert (trainer.config.momentum, trainer.config.hidden) == (0.5, 24)
+
+
+LONG = ExperimentConfig(model="cnn", hidden=16, batch_size=8, accumulate=50)
+
+
+class Held:
+    """Holds the forward of a model at one batch, in whatever thread, until it is let go; counts the batches."""
+
+    def __init__(self, at: int) -> None:
+        self.count, self._at = 0, at
+        self.reached, self.free = threading.Event(), threading.Event()
+
+    def __call__(self, module: torch.nn.Module, _inputs: object) -> None:
+        if type(module).__name__ == "CNN" and module.training:
+            self.count += 1
+            if self.count == self._at:
+                self.reached.set()
+                assert self.free.wait(20)
+
+
+@pytest.fixture
+def held():
+    """Hold the next steps at a batch."""
+    handles = []
+
+    def hold(at: int) -> Held:
+        one = Held(at)
+        handles.append(torch.nn.modules.module.register_module_forward_pre_hook(one))
+        return one
+
+    yield hold
+    for handle in handles:
+        handle.remove()
+
+
+CONTROLS = {
+    "pause": lambda trainer: trainer.pause(),
+    "reset": lambda trainer: trainer.reset(),
+    "stop": lambda trainer: trainer.stop(),
+    "pause and change": lambda trainer: (trainer.pause(), trainer.change(lr=0.05)),
+}
+
+
+@pytest.mark.parametrize("control", CONTROLS)
+@pytest.mark.parametrize("at", [3, 60], ids=["in the histogram before it", "in the step"])
+def test_a_control_in_a_step_of_many_batches_takes_effect_within_one(control, at, held, listen):
+    trainer = Trainer(LONG)
+    trainer.change(lr=0.02)
+    assert trainer.wait(20)
+    ear, step = listen(trainer), held(at)
+    trainer.start()
+    assert step.reached.wait(20)
+    CONTROLS[control](trainer)
+    step.free.set()
+    assert trainer.wait(20)
+    assert step.count == at
+    assert ear.of(StepRecord) == []
+    assert (len(trainer.history), len(trainer.history.gradient_samples)) == (0, 0)
+    assert trainer.state == {"reset": "ready", "stop": "stopped"}.get(control, "paused")
+    if control != "stop":
+        trainer.run(2)
+        whole = Trainer(trainer.config)
+        whole.run(2)
+        assert records(trainer) == records(whole)
+        assert [each.step for each in trainer.history.gradient_samples] == [0]
+
+
+@pytest.mark.parametrize("control", [lambda trainer: trainer.change(lr=0.05), lambda trainer: trainer.undo()])
+def test_a_change_in_a_step_of_many_batches_comes_before_that_step(control, held, listen, until):
+    trainer = Trainer(LONG)
+    trainer.change(lr=0.02)
+    trainer.run(1)
+    ear, step = listen(trainer), held(20)
+    trainer.start()
+    assert step.reached.wait(20)
+    control(trainer)
+    step.free.set()
+    until(lambda: len(trainer.history) >= 2)
+    trainer.pause()
+    assert trainer.wait(20)
+    assert [each.step for each in ear.of(ConfigChanged)] == [1]
+
+
+def test_a_run_that_is_reset_in_a_step_continues_as_if_it_had_not_been(held):
+    trainer, whole = Trainer(LONG), Trainer(LONG)
+    trainer.run(2)
+    step = held(20)
+    trainer.start()
+    assert step.reached.wait(20)
+    trainer.reset()
+    step.free.set()
+    assert trainer.wait(20)
+    (kept,) = trainer.kept.runs
+    assert len(kept.history) == 2
+    trainer.continue_from(kept)
+    trainer.run(2)
+    whole.run(4)
+    assert records(trainer) == records(whole)
+
+
+def test_a_step_that_was_asked_for_is_made_before_what_is_called_after_it(held):
+    trainer = Trainer(LONG)
+    step = held(60)
+    trainer.step()
+    assert step.reached.wait(20)
+    trainer.change(lr=0.05)
+    trainer.pause()
+    step.free.set()
+    assert trainer.wait(20)
+    assert len(trainer.history) == 1
+    assert [each.step for each in trainer.history.changes] == [0, 1]
+
+
+@pytest.mark.parametrize("way", ["step", "step_in_stages"])
+def test_a_reset_does_not_wait_for_a_step_that_was_asked_for(way, held):
+    trainer = Trainer(LONG)
+    step = held(60)
+    getattr(trainer, way)()
+    assert step.reached.wait(20)
+    trainer.reset()
+    step.free.set()
+    assert trainer.wait(20)
+    assert step.count == 60
+    assert (trainer.state, len(trainer.history), len(trainer.kept.runs)) == ("ready", 0, 0)
+    assert trainer.failures == ()
+
+
+def test_a_comparison_ends_within_a_batch(held):
+    trainer = Trainer(LONG)
+    step = held(70)
+    trainer.compare(steps=3)
+    assert step.reached.wait(20)
+    trainer.stop_comparison()
+    step.free.set()
+    assert trainer.wait(20)
+    (run,) = trainer.kept.runs
+    assert (len(run.history), run.error) == (1, "")

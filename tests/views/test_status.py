@@ -7,6 +7,8 @@ from amplab.views.tabs.findings_payload import card_key, findings_payload
 
 def test_what_the_line_shows() -> None:
     assert status_payload(RunStatus("ready", "Ready."))["text"] == "Ready: press Start."
+    first = status_payload(RunStatus("ready", "Ready."), state="running")
+    assert first["text"] == "Training the first step.", "which may take minutes"
     bad = status_payload(RunStatus("diverged", "Diverged.", 3), state="paused", button="Undo")
     assert (bad["tone"], bad["state"], bad["step"], bad["button"]) == ("bad", "Paused", 3, "Undo")
     assert status_payload(RunStatus("stuck", "Not learning."))["tone"] == "odd"
