@@ -7,6 +7,7 @@ receiver says what is allowed.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -44,7 +45,10 @@ _SETTING = _or_null(
     _Kind("a number, a text, true or false", lambda value: is_number(value) or isinstance(value, str | bool))
 )
 _PLACE = _Kind("a rule or the number of an element", lambda value: isinstance(value, str) or is_count(value))
-_ROW = _Kind("the number of a row", lambda value: is_count(value) or (isinstance(value, str) and value.isdecimal()))
+_DIGITS = re.compile("[0-9]{1,15}")  # of a count as text; int() refuses some thousand digits
+_ROW = _Kind(
+    "the number of a row", lambda value: is_count(value) or (isinstance(value, str) and bool(_DIGITS.fullmatch(value)))
+)
 
 _Fields = Mapping[str, _Kind]
 

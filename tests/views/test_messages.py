@@ -8,7 +8,8 @@ from amplab.lab import ExperimentConfig, Run, Trainer, load_run
 from amplab.views import Dashboard, RunView
 from amplab.views.messages import MESSAGES, TAB_MESSAGES, refusal
 
-BAD = [None, True, -1, 1.5, 1e308, 10**30, 10**400, math.inf, "", "x", "\0", [], [1], {}, {"a": 1}]
+LONG = "1" * 5000  # more digits than int() takes
+BAD = [None, True, -1, 1.5, 1e308, 10**30, 10**400, math.inf, "", "x", "\0", LONG, [], [1], {}, {"a": 1}]
 ALL = [(part, kind, {}, fields) for part, kinds in MESSAGES.items() for kind, fields in kinds.items()]
 ALL += [("panels", kind, {"tab": tab}, fields) for tab, kinds in TAB_MESSAGES.items() for kind, fields in kinds.items()]
 FORGED = [
