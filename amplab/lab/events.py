@@ -285,9 +285,13 @@ class SkipExplained:
 
 @dataclass(frozen=True)
 class StagesReady:
-    """A step was recorded in its stages; its `StepRecord` was published before."""
+    """A step was recorded in its stages; its `StepRecord` was published before.
 
-    stages: StepStages
+    ``stages`` is None if a skipped step cannot run again: it is not kept any more.
+    """
+
+    stages: StepStages | None
+    step: int
 
 
 @dataclass(frozen=True)

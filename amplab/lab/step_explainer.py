@@ -118,15 +118,11 @@ class StepExplainer:
         else:
             self._publish(SkipExplained(step, None))
 
-    def stages(self, step: int, parameter: str | None) -> StepStages:
-        """Record a kept step in its stages, in an experiment beside the run.
-
-        Raises:
-            ValueError: The step is not `walkable`.
-        """
+    def stages(self, step: int, parameter: str | None) -> StepStages | None:
+        """Record a kept step in its stages, in an experiment beside the run; None if it is not `walkable`."""
         skip = self._experiment.past_skips.get(step)
         if skip is None or step not in self.walkable:
-            raise ValueError(f"step {step} cannot run again: it is not kept any more.")
+            return None
         try:
             return self._as_in(skip).step_in_stages(parameter)[1]
         finally:

@@ -574,6 +574,8 @@ class Trainer:
     def request_stages(self, step: int, parameter: str | None = None) -> None:
         """Request a `StagesReady` of a skipped step, which runs again beside the run; see `walkable`.
 
+        Its stages are None if the step is not kept any more, as after a reset.
+
         Args:
             step: Number of the step.
             parameter: As in `step_in_stages`.
@@ -582,7 +584,7 @@ class Trainer:
             ValueError: `step` is not the number of a step.
         """
         _check_number(step=step)
-        self._request(f"step {step} in stages", lambda: StagesReady(self._explainer.stages(step, parameter)))
+        self._request(f"step {step} in stages", lambda: StagesReady(self._explainer.stages(step, parameter), step))
 
     @property
     def explainable(self) -> tuple[int, ...]:
@@ -774,7 +776,7 @@ class Trainer:
             self._train(step)
         self._explainer.explain_last()
         if recorded:
-            self._publisher.publish(StagesReady(recorded[0]))
+            self._publisher.publish(StagesReady(recorded[0], recorded[0].record.step))
 
     def _count_step(self) -> None:
         with self._lock:

@@ -219,6 +219,20 @@ class Desk:
         self.selected = step
 
 
+def test_a_skipped_step_that_is_gone_is_a_sentence_in_the_tab(trainer):
+    """As after a reset in another page, or one that came first."""
+    desk = Desk(trainer)
+    trainer.run(3)
+    trainer.inject("overflow")
+    trainer.run(1)
+    assert trainer.walkable == (3,)
+    trainer.reset()
+    desk.tab.on_message({"type": "again", "step": 3})
+    assert trainer.wait(20)
+    assert trainer.failures == ()
+    assert desk.shown["refusal"].startswith("Step 3 cannot run again: it is not kept any more.")
+
+
 def test_the_page_takes_a_step_and_chooses_what_is_shown(trainer):
     desk = Desk(trainer)
     desk.tab.on_message({"type": "step"})

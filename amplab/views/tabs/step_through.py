@@ -16,6 +16,8 @@ from amplab.views.tabs.tab import Desk, Tab
 
 __all__ = ["StepThroughTab"]
 
+GONE = "cannot run again: it is not kept any more. The run was reset, or later skipped steps have taken its place."
+
 
 class StepThroughTab(Tab):
     """One step of the running experiment in eight stages: the chosen parameter before and after each."""
@@ -31,10 +33,12 @@ class StepThroughTab(Tab):
 
     def on_event(self, event: Event) -> None:
         """Show a recorded step; forget the one of the run before."""
-        if isinstance(event, StagesReady):
+        if isinstance(event, StagesReady) and event.stages is not None:
             self._stages = event.stages
             self._draw()
-            self.desk.select(event.stages.record.step)
+            self.desk.select(event.step)
+        elif isinstance(event, StagesReady):
+            self._draw(refusal=f"Step {event.step:,} {GONE}")
         elif isinstance(event, ConfigChanged) and event.reset:
             self._stages = None
             self._draw()
