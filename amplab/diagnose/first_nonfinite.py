@@ -359,8 +359,8 @@ def _overflow_of_cast(record: OpRecord, inputs: tuple[TensorSummary, ...]) -> fl
 
 
 def _first_nonfinite_index(tensor: Tensor) -> tuple[int, ...]:
-    """Return the index of the first element that is not finite; empty for a sparse tensor. Sync: one."""
-    if tensor.layout is not torch.strided:
+    """Return the index of the first element that is not finite; empty for a sparse or nested tensor. Sync: one."""
+    if tensor.layout is not torch.strided or tensor.is_nested:
         return ()
     return tuple(next(iter((~tensor.detach().isfinite()).nonzero().tolist()), ()))
 

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from amplab.formats import FLOAT16
+from amplab.formats.stored_values import has_values, stored_values
 from amplab.trace.dispatch_mode import DispatchMode
 
 __all__ = ["HalfPeaks", "PeakTrend"]
@@ -148,7 +149,7 @@ class _Peaks(DispatchMode):
         result = func(*args, **kwargs)
         if _is_dense(result) and result.dtype == torch.float16 and result.numel() and not func.is_view:
             in_backward = torch._C._current_autograd_node() is not None
-            size = result.detach().abs().float()
+            size = stored_values(result.detach()).abs().float()
             # inf and 65504 itself are what masks are filled with
             largest = torch.where(size < FLOAT16.max, size, 0.0).amax()
             overflows = size.isinf().any() & usual.to(size.device) if usual is not None else torch.zeros_like(largest)
@@ -166,11 +167,12 @@ def _all_usual(args: tuple[Any, ...]) -> Tensor | None:
     tensors = [each for each in args if _is_dense(each) and each.is_floating_point() and each.numel()]
     for each in args:
         tensors += [one for one in each if _is_dense(one)] if isinstance(each, list | tuple) else []
-    return torch.stack([(each.detach().abs() < _MASK).all() for each in tensors]).all() if tensors else None
+    below = [(stored_values(each.detach()).abs() < _MASK).all() for each in tensors]
+    return torch.stack(below).all() if below else None
 
 
 def _is_dense(value: Any) -> bool:
-    return isinstance(value, Tensor) and value.layout is torch.strided
+    return isinstance(value, Tensor) and value.layout is torch.strided and has_values(value)
 
 
 _MASK = 1e30

@@ -7,9 +7,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from amplab.formats.stored_values import has_values, stored_values
 from amplab.kernels import TensorStats, tensor_stats
 from amplab.trace.recorder import Event
-from amplab.trace.records import TensorInfo
+from amplab.trace.records import TensorInfo, shape_of
 
 __all__ = ["InputStatistics", "MeasuredInput"]
 
@@ -45,8 +46,8 @@ class InputStatistics:
             return
         read = [each for each in _tensors((*args, *kwargs.values())) if _is_measurable(each)]
         if read:
-            infos = [TensorInfo(each.dtype, tuple(each.shape)) for each in read]
-            self.inputs = tuple(map(MeasuredInput, infos, tensor_stats(read).read()))
+            infos = [TensorInfo(each.dtype, shape_of(each)) for each in read]
+            self.inputs = tuple(map(MeasuredInput, infos, tensor_stats([*map(stored_values, read)]).read()))
 
     def after(self, _seen: Any, _event: Event, _result: Any) -> None:
         """Count the op."""
@@ -62,4 +63,4 @@ def _tensors(values: Iterable[Any]) -> Iterator[Tensor]:
 
 
 def _is_measurable(tensor: Tensor) -> bool:
-    return tensor.dtype in _MEASURED and tensor.layout is torch.strided
+    return tensor.dtype in _MEASURED and tensor.layout is torch.strided and has_values(tensor)

@@ -35,7 +35,7 @@ from amplab.trace.engines import NO_ENGINE, REQUESTS_DTYPE, TORCH_AUTOCAST, curr
 from amplab.trace.kept_tensors import KeptTensors
 from amplab.trace.lines import CodeLine
 from amplab.trace.modules import ModuleStack, Stage
-from amplab.trace.records import TensorInfo
+from amplab.trace.records import TensorInfo, shape_of
 from amplab.trace.weight_casts import WeightCasts
 
 __all__ = ["Event", "Observer", "Place", "Recorder"]
@@ -156,7 +156,7 @@ class Recorder:
         self.calls = Calls(self._modules)
         self._parameters = self._modules.parameter_names()
         self._sources = DtypeSources(model, self._parameters)
-        self._infos: dict[tuple[torch.dtype, torch.Size], TensorInfo] = {}
+        self._infos: dict[tuple[torch.dtype, tuple[int, ...]], TensorInfo] = {}
         self._numbers: list[int] = []  # sequence numbers that forward events took, ascending
         self._takers: list[int] = []  # the events that took them
         self._first_number = 0
@@ -324,16 +324,17 @@ class Recorder:
         found: list[TensorInfo] = []
         for value in values:
             if isinstance(value, Tensor):
-                found.append(known.get((value.dtype, value.shape)) or self._info(value))
+                info = None if value.is_nested else known.get((value.dtype, value.shape))
+                found.append(info or self._info(value))
             elif isinstance(value, _LISTS):
                 found += [self._info(item) for item in value if isinstance(item, Tensor)]
         return tuple(found)
 
     def _info(self, tensor: Tensor) -> TensorInfo:
-        key = tensor.dtype, tensor.shape
+        key = tensor.dtype, shape_of(tensor)
         info = self._infos.get(key)
         if info is None:
-            info = self._infos[key] = TensorInfo(tensor.dtype, tuple(tensor.shape))
+            info = self._infos[key] = TensorInfo(*key)
         return info
 
 

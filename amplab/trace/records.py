@@ -11,12 +11,13 @@ from dataclasses import dataclass, field
 from itertools import groupby
 
 import torch
+from torch import Tensor
 
 from amplab.display.table import Column, Table
 from amplab.display.text import wrapped
 from amplab.trace.lines import CodeLine
 
-__all__ = ["OpRecord", "TensorInfo", "Trace", "folded"]
+__all__ = ["OpRecord", "TensorInfo", "Trace", "folded", "shape_of"]
 
 _COLUMNS = {
     "index": Column("#", right=True),
@@ -33,7 +34,7 @@ _NUMBER = re.compile(r" #\d+")
 
 @dataclass(frozen=True)
 class TensorInfo:
-    """The dtype and shape of a tensor that an op read or wrote.
+    """The dtype and shape of a tensor that an op read or wrote; see `shape_of`.
 
     >>> str(TensorInfo(torch.float16, (64, 128)))
     'float16[64, 128]'
@@ -59,6 +60,11 @@ class TensorInfo:
 
     def __str__(self) -> str:
         return f"{self.dtype_name}{list(self.shape)}"
+
+
+def shape_of(tensor: Tensor) -> tuple[int, ...]:
+    """Return the shape of a tensor; of a nested tensor, whose parts have one each, the number of all its elements."""
+    return (tensor.values().numel(),) if tensor.is_nested else tuple(tensor.shape)
 
 
 @dataclass(frozen=True)

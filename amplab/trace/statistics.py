@@ -1,9 +1,9 @@
 """`Statistics`: an observer that measures every tensor that an op writes, and the gradients.
 
-Tensors of the forward are measured in batches, at the latest before an op that writes in place. Tensors of the backward
-are measured at once, since autograd adds in place to tensors that nothing else references. The tables stay on the
-device and are read together. The `tensor_stats` kernel makes one pass over each tensor; its PyTorch reference gives the
-same counts, but takes several times as long.
+Tensors of the forward are measured in batches, at the latest before an op that writes in place; one whose memory the
+step frees before is left out. Tensors of the backward are measured at once, since autograd adds in place to tensors
+that nothing else references. The tables stay on the device and are read together. The `tensor_stats` kernel makes one
+pass over each tensor; its PyTorch reference gives the same counts, but takes several times as long.
 """
 
 from dataclasses import dataclass
@@ -17,7 +17,7 @@ from amplab import kernels
 from amplab.formats import ExponentHistogram
 from amplab.formats.exponents import HIGHEST_EXPONENT, LOWEST_EXPONENT
 from amplab.formats.kept_property import kept_property
-from amplab.formats.stored_values import stored_values
+from amplab.formats.stored_values import has_values, stored_values
 from amplab.kernels import StatsTable, TensorStats, tensor_stats
 from amplab.trace.reasons import change_of_dtype, is_view
 from amplab.trace.recorder import Event
@@ -121,12 +121,12 @@ class Statistics:
 
     def _wait(self, owner: "_Owner", tensor: Tensor) -> None:
         # An alias, since torch reuses a tensor instead of copying it depending on its reference count.
-        self._waiting.append((owner, tensor.detach()))
+        self._waiting.append((owner, stored_values(tensor.detach())))
         self._bytes += tensor.nbytes
 
     def _measure(self) -> None:
         """Measure all waiting tensors, in one pass for each device."""
-        waiting, self._waiting, self._bytes = self._waiting, [], 0
+        waiting, self._waiting, self._bytes = [each for each in self._waiting if has_values(each[1])], [], 0
         for device in {tensor.device: None for _, tensor in waiting}:
             here = [each for each in waiting if each[1].device == device]
             table = tensor_stats([tensor for _, tensor in here])
@@ -158,4 +158,5 @@ def _dense(grad: Tensor) -> Tensor:
 
 
 def _measurable(tensor: Any) -> bool:
-    return isinstance(tensor, Tensor) and tensor.dtype in _MEASURED and tensor.layout is torch.strided
+    dense = isinstance(tensor, Tensor) and tensor.dtype in _MEASURED and tensor.layout is torch.strided
+    return dense and has_values(tensor)

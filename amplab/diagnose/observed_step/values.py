@@ -25,6 +25,7 @@ import torch
 from torch import Tensor, nn
 
 from amplab.diagnose.observed_step.tensor_summary import MEASURED, Measurements, TensorSummary, counted
+from amplab.formats.stored_values import has_values, stored_values
 from amplab.policies.nested_tensors import named_tensors_in, tensors_in
 from amplab.trace import Trace
 from amplab.trace.argument_checks import check_step
@@ -190,7 +191,8 @@ def named_tensors(model: nn.Module, batch: Any) -> dict[int, NamedMemory]:
 
 def memory_of(tensor: Tensor) -> int:
     """Return the address of the memory of a tensor; 0 for a tensor without its own."""
-    return tensor.untyped_storage().data_ptr() if tensor.layout is torch.strided else 0
+    has_its_own = tensor.layout is torch.strided and not tensor._is_zerotensor()
+    return tensor.untyped_storage().data_ptr() if has_its_own else 0
 
 
 @dataclass
@@ -322,12 +324,13 @@ _UNNAMED = NamedMemory("", "")
 
 
 def measured_in(values: Iterable[Any]) -> list[Tensor]:
-    """Return the tensors among the arguments of an op that are measured, in order."""
+    """Return the tensors among the arguments of an op that are measured, in order; a ZeroTensor needs no measuring."""
     found = []
     for value in tensors_in(tuple(values)):
         each = value._values() if value.layout is torch.sparse_coo else value  # the elements that it holds
-        if each.dtype in MEASURED and each.layout is torch.strided and each.numel() > 0:
-            found.append(each)
+        is_dense = each.dtype in MEASURED and each.layout is torch.strided and each.numel() > 0
+        if is_dense and has_values(each) and not each._is_zerotensor():
+            found.append(stored_values(each))
     return found
 
 
