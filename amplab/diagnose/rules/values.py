@@ -117,7 +117,7 @@ def constants_that_overflow(step: ObservedStep, _api: Api) -> Iterator[Finding]:
 def casts_that_overflow(step: ObservedStep, api: Api) -> Iterator[Finding]:
     """Finite values that became inf in a cast to float16 in forward."""
     for record in forward_ops(step):
-        if not record.is_cast or not step.outputs(record.index):
+        if not _casts_measured(step, record):
             continue
         read, written = step.inputs(record.index)[-1].summary, step.outputs(record.index)[0].summary
         read = _expanded(read, written.numel)
@@ -236,7 +236,7 @@ def gradients_that_underflow(step: ObservedStep, api: Api) -> Iterator[Finding]:
     """Gradients that became 0 in casts to float16, by module; they do harm above both `UNDERFLOW_…` limits."""
     casts: dict[str, list[tuple[TensorSummary, TensorSummary]]] = {}
     for record in step.trace.records:
-        if record.phase == "backward" and record.is_cast and step.outputs(record.index):
+        if record.phase == "backward" and _casts_measured(step, record):
             read, written = step.inputs(record.index)[-1].summary, step.outputs(record.index)[0].summary
             if written.is_half:
                 casts.setdefault(record.module, []).append((_expanded(read, written.numel), written))
@@ -297,6 +297,11 @@ VALUE_RULES: tuple[Callable[[ObservedStep, Api], Iterator[Finding]], ...] = (
     reductions_near_overflow,
     norms_of_constants,
 )
+
+
+def _casts_measured(step: ObservedStep, record: OpRecord) -> bool:
+    """Whether an op is a cast between dtypes that are measured, which float8 is not."""
+    return record.is_cast and bool(step.inputs(record.index)) and bool(step.outputs(record.index))
 
 
 def _expanded(read: TensorSummary, numel: int) -> TensorSummary:

@@ -87,6 +87,12 @@ def test_a_cast_that_overflows_is_a_note():
     )[0]
 
 
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2])
+@pytest.mark.parametrize("wide", [torch.half, torch.float32])
+def test_casts_from_and_to_a_dtype_that_is_not_measured_are_left_out(dtype, wide):
+    assert found(lambda x: x.to(wide).to(dtype).to(wide), RAMP)[0] == set()  # backward casts, too
+
+
 @pytest.mark.parametrize(("size", "expected"), [(3e-5, True), (1e-2, False)])
 @pytest.mark.parametrize("square", [torch.square, lambda x: x**2, lambda x: x * x])
 def test_squares_that_underflow(size, expected, square):
