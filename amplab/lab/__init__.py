@@ -7,7 +7,7 @@
 The files, by part::
 
     what to train           config (the fields of an experiment), tasks, models, levels
-    code of your own        own_task, batches
+    code of your own        own_task, batches, own_state (what objects keep), schedule_states, code_digests
     training                experiment (one step), trainer (states and controls), worker (its thread), events
     one step in stages      step_stages
     the run                 history (in memory), changes (made by a person), run_log (on disk), run_store (both),
