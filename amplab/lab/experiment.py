@@ -240,6 +240,11 @@ class Experiment:
         return self._mixed_scales
 
     @property
+    def draws(self) -> bool:
+        """Whether a step draws random numbers: it then seeds the generators, and restores them."""
+        return self._draws
+
+    @property
     def armed(self) -> frozenset[str]:
         """The faults that will go into the next step."""
         return self._faults
@@ -467,6 +472,7 @@ class Experiment:
             casting=self._session.casting(),
             loss_scale=self._loss_scale,
             observer=observer,
+            draws=self._draws,
         )
 
     @drawing_alone

@@ -110,12 +110,12 @@ def open(
     With `model` and `data` the experiment trains a model of your own. The lab needs fresh models and optimizers for
     Reset and Compare: it calls the functions that it was given, or copies the objects as they are now. What you pass is
     not changed. What `step` uses besides the model, such as a teacher, is not copied: make it a part of the model for
-    each run to begin with it as it is now. While such an experiment runs, each step seeds the generators of torch,
-    Python and NumPy, and restores them: pause it before a cell that needs random numbers of its own. In a restarted
-    kernel a run continues with its parameters and buffers, its optimizers, and schedules that step in their hooks. So
-    does what the model, a loss that is a module, optimizers, their hooks and the data keep in attributes, such as a
-    counter: numbers, text, tensors, arrays, and lists and dicts of them. What functions name, as a global variable, and
-    what `step` keeps, begins anew.
+    each run to begin with it as it is now. `open` returns when the trace that the page shows first is done. While such
+    an experiment runs, each step seeds the generators of torch, Python and NumPy, and restores them: pause it before a
+    cell that needs random numbers of its own. In a restarted kernel a run continues with its parameters and buffers,
+    its optimizers, and schedules that step in their hooks. So does what the model, a loss that is a module, optimizers,
+    their hooks and the data keep in attributes, such as a counter: numbers, text, tensors, arrays, and lists and dicts
+    of them. What functions name, as a global variable, and what `step` keeps, begins anew.
 
     Args:
         config: An `ExperimentConfig`, or its string as a dashboard's `config()` returns it; None for the default one.
@@ -160,7 +160,7 @@ def open(
             _kernel.offers[opened] = wanted.task
     elif not trainer.kept.runs and (saved := last_checkpoint(runs_directory(), partial(_as_here, trainer.config))):
         opened.offer_saved(saved)
-    return opened
+    return _with_first_look(opened)
 
 
 def attach(run: Trainer | Watch | Run | None = None) -> Dashboard | RunView:
@@ -182,10 +182,20 @@ def attach(run: Trainer | Watch | Run | None = None) -> Dashboard | RunView:
         also = f"; for the lab to train a model of your own, {_OWN_CALL}" if _is_training_code(chosen) else ""
         raise TypeError(f"attach({_short(chosen)}): {expected}{also}.")
     dashboard, run_view = _widgets()
-    return run_view(chosen) if isinstance(chosen, Run | Watch) else dashboard(chosen)
+    return run_view(chosen) if isinstance(chosen, Run | Watch) else _with_first_look(dashboard(chosen))
 
 
 _OWN_CALL = "write amplab.lab.open(model=model, data=loader, loss=criterion)"
+
+
+def _with_first_look(opened: Dashboard) -> Dashboard:
+    """Return a dashboard once nothing draws random numbers for it beside the next line of the cell."""
+    try:
+        opened.wait_for_first_look()
+    except BaseException:
+        opened.close()
+        raise
+    return opened
 
 
 def _as_here(present: ExperimentConfig, saved: Checkpoint) -> Checkpoint | None:

@@ -160,6 +160,7 @@ class Trainer:
         self._steps_made = 0  # also of runs that another has replaced
         self._steps_left: int | None = None  # until it pauses; None for no limit
         self._memory: MemoryUse | None = None  # as last kept
+        self._trace: tuple[object, TraceReady] | None = None  # the last one that was requested, and of what step
         self._requests: set[str] = set()  # that wait in the queue
         self._speed: float | None = None
         self._due = 0.0  # when the next step may begin, by time.monotonic()
@@ -200,6 +201,11 @@ class Trainer:
     def shrinking(self) -> bool:
         """Whether an injected underflow is on."""
         return self._experiment.shrinking
+
+    @property
+    def draws(self) -> bool:
+        """Whether a step, or a look at one, draws random numbers: it then seeds the generators, and restores them."""
+        return self._experiment.draws
 
     @property
     def nonfinite_buffers(self) -> tuple[str, ...]:
@@ -512,8 +518,8 @@ class Trainer:
         self._worker.post(partial(self._disturb, fault, on))
 
     def request_trace(self) -> None:
-        """Request a `TraceReady` at the next step boundary, which is now if nothing runs."""
-        self._request("trace", lambda: TraceReady(self._experiment.trace(), len(self.history), self.config.opt_level))
+        """Request a `TraceReady` at the next step boundary, which is now if nothing runs; of each step there is one."""
+        self._request("trace", self._trace_ready)
 
     def trace(self) -> Trace:
         """Record the next step op by op, at the next step boundary, and return it; the run is not changed."""
@@ -734,6 +740,13 @@ class Trainer:
         finally:
             for sample in samples:
                 self._store.keep(sample)
+
+    def _trace_ready(self) -> TraceReady:
+        """Trace the next step once: a dashboard that is opened later gets the same trace."""
+        present = self._store.run, len(self.history), self.config
+        if self._trace is None or self._trace[0] != present:
+            self._trace = present, TraceReady(self._experiment.trace(), len(self.history), self.config.opt_level)
+        return self._trace[1]
 
     def _goes_on_reading(self, left: int) -> bool:
         """Tell how many batches are still to be read; stop when a pause or a reset is wanted."""

@@ -32,6 +32,7 @@ def trace_step(
     casting: AbstractContextManager[object] = _AS_IT_IS,
     loss_scale: float = 1.0,
     observer: Observer | None = None,
+    draws: bool = True,
 ) -> Trace:
     """Run one forward and backward of `model` and return every op with its dtypes, its place and the reason.
 
@@ -44,6 +45,7 @@ def trace_step(
         casting: context in which forward and backward run, e.g. `engine.active()`; the caller's own context by default.
         loss_scale: what the loss is multiplied by before backward, > 0.
         observer: gets the tensors of every op as it runs, see `recorder.Observer`.
+        draws: as `untouched` takes it.
 
     Raises:
         TypeError: `model`, `step` or what it returns has another type.
@@ -59,7 +61,7 @@ def trace_step(
     [('ones', ''), ('linear', '0'), ('relu', '1'), ('sum', '')]
     """
     check_step(model, step, loss_scale)
-    events = record_step(model, step, casting=casting, loss_scale=loss_scale, observer=observer)
+    events = record_step(model, step, casting=casting, loss_scale=loss_scale, observer=observer, draws=draws)
     return Trace(records_of(events), type(model).__name__)
 
 
@@ -72,18 +74,19 @@ def record_step(
     observer: Observer | None = None,
     kept: KeptTensors | None = None,
     before_restoring: Callable[[], object] | None = None,
+    draws: bool = True,
 ) -> list[Event]:
     """Run the step as `trace_step` does and return the events, from which `reasons.records_of` makes records.
 
     Args:
         kept: counts what is saved for backward.
         before_restoring: called after backward, while the gradients exist.
-        model, step, casting, loss_scale, observer: as `trace_step`; checked already, see `argument_checks`.
+        model, step, casting, loss_scale, observer, draws: as `trace_step`; checked already, see `argument_checks`.
 
     Sync: none.
     """
     recorder = Recorder(model, observer, kept)
-    with untouched(model) as gradients, casting:
+    with untouched(model, draws=draws) as gradients, casting:
         clear_cast_caches()
         try:
             _run(recorder, model, gradients, step, loss_scale)

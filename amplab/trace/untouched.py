@@ -12,7 +12,7 @@ and FSDP, are not touched: they hold what may be set up only once.
 """
 
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import partial, wraps
 from threading import local
 from typing import Any, NamedTuple
@@ -124,7 +124,7 @@ def computed_anew(undo: Undo, *, caches: bool = True) -> None:
 
 
 @contextmanager
-def untouched(model: nn.Module) -> Iterator[ParkedGradients]:
+def untouched(model: nn.Module, *, draws: bool = True) -> Iterator[ParkedGradients]:
     """Run a block on `model` and restore everything that it changed, also after an exception.
 
     Yields the gradients set aside, to which the block adds leaves outside the model. Holds one copy of the model's
@@ -132,6 +132,11 @@ def untouched(model: nn.Module) -> Iterator[ParkedGradients]:
     other processes write there meanwhile stays. Of several ranks this one waits for no other: they may run the model
     more often, or not at all, see `on_this_rank_alone`. So it starts no collective, except for a sharded model, which
     has its weights by collectives: every rank must run it.
+
+    Args:
+        model: the model.
+        draws: whether the block may draw random numbers. If not, the global random states are left alone: another
+            thread may seed them, and draw, meanwhile.
 
     Raises:
         NeedsOtherRanks: The block calls a collective of ``torch.distributed``.
@@ -161,7 +166,7 @@ def untouched(model: nn.Module) -> Iterator[ParkedGradients]:
         if has_other_ranks() and not is_alone() and not _has_shards(model):
             undo.enter(NoCollectives())
         with (
-            random_states_kept(devices),
+            random_states_kept(devices) if draws else nullcontext(),
             on_this_rank_alone(),
             unchanged_optimizers(),
             iterations_kept(),

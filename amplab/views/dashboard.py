@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from contextlib import suppress
 
 import ipywidgets
 
@@ -25,6 +26,9 @@ _ELSEWHERE = (
     "The lab was open here. To see it, select this cell and press <b>Shift+Enter</b>: a run in this kernel is shown as "
     "it is, and a run of a kernel that has ended can be continued from its last checkpoint."
 )
+
+
+_PATIENCE = 0.1  # seconds between two looks at whether a run has begun
 
 
 class Dashboard(ipywidgets.VBox):  # type: ignore[misc]  # ipywidgets has no types
@@ -89,6 +93,18 @@ class Dashboard(ipywidgets.VBox):  # type: ignore[misc]  # ipywidgets has no typ
     def offer_saved(self, saved: Checkpoint) -> None:
         """Ask in the page whether to continue a run of a kernel that has ended."""
         self._presenter.offer_saved(saved)
+
+    def wait_for_first_look(self) -> None:
+        """Wait for the trace that the page shows first, if it draws random numbers: else it would draw beside the cell.
+
+        It does not wait for a run or a comparison, nor in a callback of the trainer.
+        """
+        trainer = self.trainer
+        if trainer.draws:
+            self._presenter.wait()
+            with suppress(RuntimeError):  # in the trainer's own thread
+                while trainer.state != "running" and trainer.comparison is None and not trainer.wait(_PATIENCE):
+                    pass
 
     def close(self) -> None:
         """Remove the widgets from the page; the experiment continues."""

@@ -101,6 +101,10 @@ class Presenter:
         self._saved = saved
         self._ticker.call(lambda: self._put(saved_offer(saved.name, str(saved.config), saved.step, saved.others)))
 
+    def wait(self) -> None:
+        """Wait until what was asked of the widgets so far is done, such as the requests with which the tabs begin."""
+        self._ticker.wait()
+
     def close(self) -> None:
         """End the ticker; the trainer continues. The widgets are closed by the box that they are in."""
         self._ticker.call(self._end)

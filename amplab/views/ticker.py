@@ -25,6 +25,8 @@ PERIOD = 0.1
 IDLE = 1.0
 """Seconds without a job after which the thread ends."""
 
+_LOOK_SECONDS = 0.005
+
 Job = Callable[[], None]
 
 
@@ -76,6 +78,15 @@ class Ticker:
         with self._lock:
             job = self._latest.pop(name)
         job()
+
+    def wait(self) -> None:
+        """Wait until the jobs queued so far are done, unless called from one; not if the system has no thread left."""
+        done = threading.Event()
+        self.call(done.set)
+        while not done.is_set() and (thread := self._thread) is not None and thread.is_alive():
+            if thread is threading.current_thread():
+                return
+            time.sleep(_LOOK_SECONDS)  # Ctrl-C in the wait of an Event may leave its lock free
 
     def close(self, *, wait: float = 1.0) -> None:
         """End the thread after the jobs queued so far; wait for it at most `wait` seconds, unless called from it."""

@@ -283,6 +283,17 @@ def test_gradients_show_an_injected_underflow_and_what_a_scale_saves():
     assert plain.shifted(16).underflow_fraction(FLOAT16) < 0.01
 
 
+def test_a_trace_of_a_model_that_draws_nothing_leaves_random_states_alone():
+    """The trace runs beside the cell that has opened the lab, which may seed and draw meanwhile."""
+    experiment = Experiment(ExperimentConfig(hidden=4))
+    experiment.model.register_forward_pre_hook(lambda *_: torch.manual_seed(7) and None)
+    experiment.trace()
+    drawn = torch.rand(3).tolist()
+    assert torch.initial_seed() == 7
+    torch.manual_seed(7)
+    assert drawn == torch.rand(3).tolist()
+
+
 def test_the_trace_is_of_the_present_level():
     experiment = Experiment(SMALL)
     linear = next(record for record in experiment.trace() if record.op == "linear")

@@ -1,6 +1,10 @@
 """Cells that call `lab.open` with a model of one's own, again or beside others."""
 
 import math
+import os
+import signal
+import threading
+import time
 
 import pytest
 import torch
@@ -14,6 +18,7 @@ from amplab.lab import (
     MODELS,
     TASKS,
     ExperimentConfig,
+    TraceReady,
 )
 
 pytestmark = pytest.mark.usefixtures("nothing_own")
@@ -146,3 +151,74 @@ def test_ctrl_c_in_open_leaves_grad_mode_on(kernel):
         met.append(interrupt)
         assert torch.is_grad_enabled(), interrupt
     assert len(met) > 5
+
+
+class Looked:
+    """A step that takes a while, and knows how often it was run."""
+
+    def __init__(self):
+        self.times, self.goes_on, self.in_thread = 0, threading.Event(), threading.Event()
+        self.goes_on.set()
+
+    def __call__(self, model, batch):
+        time.sleep(0.05)
+        if threading.current_thread() is not threading.main_thread():
+            self.in_thread.set()
+            self.goes_on.wait(20)
+        self.times += 1
+        return F.cross_entropy(model(batch[0]), batch[1]) + torch.rand(())
+
+
+def test_nothing_draws_beside_the_cell_once_open_or_attach_has_returned(kernel, listen):
+    """The page shows a step of an experiment that has not begun, and a second page shows the same."""
+    step = Looked()
+    dashboards = [amplab.lab.open(model=Tagger, data=TAGS, step=step)]
+    times = step.times
+    torch.manual_seed(5)
+    drawn = [torch.rand(()).item(), time.sleep(0.3), torch.rand(()).item()]
+    assert (step.times, torch.initial_seed()) == (times, 5)
+    torch.manual_seed(5)
+    assert drawn == [torch.rand(()).item(), None, torch.rand(()).item()]
+    ear = listen(kernel.trainer)
+    dashboards.append(amplab.lab.attach())
+    time.sleep(0.3)
+    assert [type(each) for each in ear.events] == [TraceReady]
+    assert (step.times, torch.initial_seed()) == (times, 5)
+    kernel.trainer.run(1)
+    dashboards.append(amplab.lab.attach())
+    assert len(ear.of(TraceReady)) == 2
+    assert ear.of(TraceReady)[1].step == 1
+    for each in dashboards:
+        each.close()
+
+
+def test_open_does_not_wait_for_a_run(kernel, until):
+    step = Looked()
+    amplab.lab.open(model=Tagger, data=TAGS, step=step).close()
+    kernel.trainer.start()
+    amplab.lab.open(model=Tagger, data=TAGS, step=step).close()
+    amplab.lab.attach().close()
+    assert kernel.trainer.state == "running"
+    kernel.trainer.pause()
+    kernel.trainer.compare(steps=500)
+    until(lambda: kernel.trainer.comparison is not None)
+    amplab.lab.attach().close()
+    assert kernel.trainer.comparison is not None
+
+
+def test_ctrl_c_while_open_waits_for_the_first_look_leaves_a_lab_that_opens(kernel):
+    step = Looked()
+    step.goes_on.clear()
+
+    def interrupt():
+        step.in_thread.wait(20)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    thread = threading.Thread(target=interrupt)
+    thread.start()
+    with pytest.raises(KeyboardInterrupt):
+        amplab.lab.open(model=Tagger, data=TAGS, step=step)
+    thread.join()
+    step.goes_on.set()
+    amplab.lab.open(model=Tagger, data=TAGS, step=step).close()
+    assert len(kernel.trainer.run(2)) == 2

@@ -165,6 +165,9 @@ def test_the_dtypes_follow_the_level_and_mark_what_changed(lab: Dashboard, until
     assert not any(row["changed"] for row in panels.shown("dtypes")["rows"])
     tell(parts(lab).controls, type="change", field="opt_level", value="O0")
     until(lambda: panels.shown("dtypes")["summary"].startswith("O0"))
+    lab.trainer.request_trace()  # as another dashboard does
+    lab.trainer.wait()
+    lab._presenter.wait()
     assert any(row["changed"] for row in panels.shown("dtypes")["rows"])
     tell(parts(lab).controls, type="change", field="model", value="cnn")
     until(lambda: any(row["module"] == "conv1" for row in panels.shown("dtypes")["rows"]))

@@ -26,6 +26,16 @@ def test_many_changes_make_few_ticks_and_the_last_is_seen(until) -> None:
     assert min(gaps) > 0.04
 
 
+def test_wait_is_for_the_jobs_queued_so_far_and_not_for_those_of_a_closed_ticker() -> None:
+    done = []
+    ticker = Ticker(lambda: None, on_failure=done.append)
+    ticker.call(lambda: (time.sleep(0.2), ticker.wait(), done.append(1)))
+    ticker.wait()
+    assert done == [1]
+    ticker.close()
+    ticker.wait()
+
+
 def test_it_sleeps_until_it_is_woken() -> None:
     ticks = []
     ticker = Ticker(lambda: ticks.append(1), on_failure=ticks.append, period=0.01)

@@ -49,8 +49,10 @@ class DtypesTab(Tab):
         """Draw a trace, or request one."""
         match event:
             case TraceReady():
-                self._before, self._now = self._now, TracedLevel(event.opt_level, event.trace)
-                self._measured, self._untraced = None, ""
+                if self._now is None or event.trace is not self._now.trace:  # else another dashboard has requested it
+                    self._before, self._now = self._now, TracedLevel(event.opt_level, event.trace)
+                    self._measured = None
+                self._untraced = ""
                 self._draw()
             case Failed(text=text) if text.startswith("trace failed"):
                 self._untraced = event.error
