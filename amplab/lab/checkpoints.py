@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -72,6 +73,8 @@ _SHARE = 0.01
 _MOST_HELD = 64  # locked logs of ended runs, whatever their folders
 _LONGEST_LOCKED = 1.0  # seconds for all logs of a folder that others have locked
 _CLOCKS_DIFFER = 60.0  # seconds; of this machine and of one that serves its files
+
+_CONTINUATION = re.compile("[1-9][0-9]{0,8}")  # the end of a name that `free_path` gives
 
 _guard = threading.Lock()
 _held: dict[Path, int] = {}  # the logs that this process has locked
@@ -154,7 +157,7 @@ class Checkpoint:
                     "them was altered, or lost its end: start a new run, or use intact copies of both."
                 )
             kept = old.read(wanted)
-        log = create_free(self.log, lambda free: free.open("xb"))
+        log = create_free(_first_of(self.log), lambda free: free.open("xb"))
         try:
             with log:
                 log.write(kept if kept.endswith(b"\n") else kept + b"\n")  # for the lines that follow
@@ -162,6 +165,13 @@ class Checkpoint:
             Path(log.name).unlink(missing_ok=True)
             raise
         return experiment, Path(log.name)
+
+
+def _first_of(log: Path) -> Path:
+    """Return the log whose continuation this one is, by its name, so that run-2 continues as run-3; else itself."""
+    stem, _, number = log.stem.rpartition("-")
+    first = log.with_name(f"{stem}{log.suffix}")
+    return first if stem and _CONTINUATION.fullmatch(number) and first.is_file() else log
 
 
 class Checkpoints:

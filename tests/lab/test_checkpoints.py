@@ -633,6 +633,31 @@ def test_a_long_run_that_is_damaged_hides_no_short_one(tmp_path: Path) -> None:
     assert last_checkpoint(tmp_path).path == short
 
 
+def continued(folder: Path) -> str:
+    """Continue the last run for a step in another process, as it were, and return the name of its log."""
+    end_of_kernel()
+    trainer = Trainer(SMALL, log=folder)
+    trainer.continue_saved(last_checkpoint(folder))
+    assert trainer.wait(10)
+    trainer.run(1)
+    trainer.stop()
+    assert trainer.wait(10)
+    return trainer.log_path.name
+
+
+@pytest.mark.parametrize(
+    ("name", "names"),
+    [
+        ("run", ["run-2.jsonl", "run-3.jsonl", "run-4.jsonl"]),
+        ("run-2024", ["run-2024-2.jsonl", "run-2024-3.jsonl", "run-2024-4.jsonl"]),
+    ],
+)
+def test_the_logs_of_a_run_that_is_continued_again_and_again_are_numbered(name, names, tmp_path: Path) -> None:
+    stopped_run(tmp_path / f"{name}.jsonl", 2)
+    assert [continued(tmp_path) for _ in names] == names
+    assert len(load_run(tmp_path / names[-1]).history) == 5
+
+
 @pytest.mark.skipif(os.name != "posix", reason="locks of another system")
 def test_a_paused_run_keeps_its_checkpoint_while_other_processes_reset_theirs(tmp_path: Path) -> None:
     command = [sys.executable, "-c", RESET, str(tmp_path)]
