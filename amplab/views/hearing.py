@@ -5,6 +5,9 @@ from __future__ import annotations
 import asyncio
 import sys
 from collections.abc import Callable
+from contextlib import suppress
+from typing import Any
+from weakref import WeakSet
 
 __all__ = ["Hearing"]
 
@@ -33,7 +36,12 @@ class Hearing:
             self._loop = asyncio.get_running_loop()
         except RuntimeError:
             return
-        _cells.follow()
+        _cells.follow(self)
+
+    def end(self) -> None:
+        """Count no more turns."""
+        self._loop = None
+        _cells.leave(self)
 
     def ask(self) -> int:
         """Count the next turn; return how many were asked for, 0 if the last one is still to come or no loop turns."""
@@ -60,16 +68,28 @@ class _Cells:
 
     def __init__(self) -> None:
         self.are_running = False
-        self._shell: object = None
+        self._shell: Any = None
+        self._followers = WeakSet[Hearing]()
 
-    def follow(self) -> None:
-        """Hear of the cells from now on, beginning in one."""
+    def follow(self, follower: Hearing) -> None:
+        """Hear of the cells from now on, beginning in one, until the last follower has left."""
+        self._followers.add(follower)
         ipython = sys.modules.get("IPython")
         shell = None if ipython is None else ipython.get_ipython()
         if shell is not None and shell is not self._shell:
             self._shell, self.are_running = shell, True
             shell.events.register("pre_execute", self._begin)
             shell.events.register("post_execute", self._end)
+
+    def leave(self, follower: Hearing) -> None:
+        """Leave nothing in IPython after the last one."""
+        self._followers.discard(follower)
+        if self._shell is None or self._followers:
+            return
+        shell, self._shell, self.are_running = self._shell, None, False
+        for event, callback in (("pre_execute", self._begin), ("post_execute", self._end)):
+            with suppress(ValueError):  # a notebook has removed it
+                shell.events.unregister(event, callback)
 
     def _begin(self) -> None:
         self.are_running = True

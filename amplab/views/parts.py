@@ -119,6 +119,12 @@ class LiveView(Part):
         self._on_open, self._listener = on_open, listener
         super().__init__(self._on_page)
 
+    def close(self) -> None:
+        """Remove the view from the pages, and hear none any more."""
+        if hasattr(self, "_hearing"):  # else an interrupt has come before it was made
+            self._hearing.end()
+        super().close()
+
     @property
     def is_open(self) -> bool:
         """Whether a page shows the view."""

@@ -1,6 +1,8 @@
 """Pages that are lost without a goodbye are drawn for a while; pages that cannot be heard are drawn on."""
 
 import asyncio
+import subprocess
+import sys
 import threading
 from collections.abc import Callable, Iterator
 
@@ -137,3 +139,33 @@ def test_a_loop_that_has_ended_ends_no_drawing(kernel, live, wire) -> None:
     for _ in range(2 * MOST_UNANSWERED):
         live.draw(History(), {})
     assert live.is_open
+
+
+CELLS = """
+import asyncio
+from IPython.core.interactiveshell import InteractiveShell
+
+shell = InteractiveShell.instance()
+callbacks = shell.events.callbacks
+
+
+def run(cell):
+    shell.run_cell(cell).raise_error()
+    print(*(sum("amplab" in str(each) for each in callbacks[name]) for name in ("pre_execute", "post_execute")))
+
+
+async def kernel():
+    run("from amplab.views.parts import LiveView")
+    for _ in range(2):
+        run("one, other = (LiveView(lambda: None) for _ in range(2))")
+        run("one.close()")
+        run("other.close(); other.close()")
+
+asyncio.run(kernel())
+"""
+
+
+def test_nothing_is_left_in_ipython_after_the_last_view_is_closed() -> None:
+    """Dashboards of one kernel share one pair of callbacks."""
+    done = subprocess.run([sys.executable, "-c", CELLS], capture_output=True, text=True, timeout=120, check=True)
+    assert done.stdout.splitlines() == ["0 0", *["1 1", "1 1", "0 0"] * 2]
