@@ -445,6 +445,7 @@ class Experiment:
 
     @drawing_alone
     @leaves_as_found
+    @_is_look
     def score(self) -> float | None:
         """Return the task's score on held-out data, None if it has none; the experiment does not change. Sync: one."""
         if self._task.score is None:
