@@ -13,12 +13,15 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from amplab.formats.stored_values import has_values
+
 __all__ = [
     "Extent",
     "check_apart",
     "check_lists",
     "check_measures",
     "check_memory",
+    "check_present",
     "extent_of",
     "is_refusal",
     "refusal_naming",
@@ -65,7 +68,7 @@ def check_lists(
 def check_memory(
     inputs: Sequence[Tensor], outputs: Sequence[Tensor] | None, scalars: Mapping[str, Tensor | None]
 ) -> None:
-    """Raise if an element would be written twice, or read for one tensor and written for another.
+    """Raise if an element is not in memory, or would be written twice, or read for one tensor and written for another.
 
     An output may be its own input.
 
@@ -77,12 +80,32 @@ def check_memory(
     Raises:
         RuntimeError: names the first two tensors, by address, that overlap.
     """
+    check_present((f"input {index}", x) for index, x in enumerate(inputs))
+    if outputs is not None and outputs is not inputs:
+        check_present((f"output {index}", out) for index, out in enumerate(outputs))
+    check_present((name, tensor) for name, tensor in scalars.items() if tensor is not None)
     others = [
         extent_of(tensor, name, place - len(scalars), only_read=name == "inv_scale")
         for place, (name, tensor) in enumerate(scalars.items())
         if tensor is not None and tensor.numel() > 0 and not tensor.is_meta
     ]
     check_apart([*others, *(() if outputs is None else _extents(inputs, outputs))])
+
+
+def check_present(tensors: Iterable[tuple[str, Tensor]]) -> None:
+    """Raise if the elements of a tensor are not in memory, where torch's own ops would crash.
+
+    A ZeroTensor gets here only below the dispatcher's key for it, such as in a dispatch mode.
+
+    Args:
+        tensors: each with its name; those on the meta device have nothing to read and are taken.
+
+    Raises:
+        RuntimeError: names the first one.
+    """
+    for name, tensor in tensors:
+        if not tensor.is_meta and (not has_values(tensor) or tensor._is_zerotensor()):
+            raise RuntimeError(f"{name} has no memory: its storage was freed, or it is a ZeroTensor; pass a clone.")
 
 
 def check_apart(extents: Iterable[Extent]) -> None:

@@ -15,7 +15,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from amplab.kernels.list_checks import Extent, check_apart, extent_of
+from amplab.kernels.list_checks import Extent, check_apart, check_present, extent_of
 
 __all__ = ["StepLists", "StepRule", "check_step", "square_root", "step_reference"]
 
@@ -56,6 +56,7 @@ def step_reference(lists: StepLists, rule: StepRule) -> None:
         RuntimeError: as the kernels, with the same messages.
     """
     check_step(lists)
+    check_present(_named(lists))
     check_apart(_extents(lists))
     found = None if lists.found_inf is None else lists.found_inf.reshape(()) != 0
     steps, copies = lists.steps or repeat(None), lists.copies or repeat(None)
@@ -101,11 +102,22 @@ def check_step(lists: StepLists) -> None:
             raise RuntimeError(f"{name}: expected one float32 element, such as torch.ones(1).")
 
 
+def _named(lists: StepLists) -> Iterator[tuple[str, Tensor]]:
+    """Yield every tensor with its name in messages."""
+    for side, tensors in _by_rank(lists):
+        yield from ((f"{side} {index}", tensor) for index, tensor in enumerate(tensors))
+    scalars = {"grad_factor": lists.grad_factor, "found_inf": lists.found_inf}
+    yield from ((name, scalar) for name, scalar in scalars.items() if scalar is not None)
+
+
+def _by_rank(lists: StepLists) -> list[tuple[str, Sequence[Tensor]]]:
+    written = [("state", each) for each in lists.states]
+    return [("param", lists.params), *written, ("copy", lists.copies), ("step", lists.steps), ("grad", lists.grads)]
+
+
 def _extents(lists: StepLists) -> Iterator[Extent]:
     """Yield the extents of all tensors with elements; only gradients are not written."""
-    written = [("state", each) for each in lists.states]
-    sides = [("param", lists.params), *written, ("copy", lists.copies), ("step", lists.steps), ("grad", lists.grads)]
-    for rank, (side, tensors) in enumerate(sides):
+    for rank, (side, tensors) in enumerate(_by_rank(lists)):
         for index, tensor in enumerate(tensors):
             if tensor.numel() > 0 and not tensor.is_meta:
                 place = rank * len(lists.params) + index

@@ -21,6 +21,7 @@ from torch.nn import functional as F
 
 from amplab.formats import ExponentHistogram
 from amplab.kernels import builder
+from amplab.kernels.list_checks import check_present
 from amplab.kernels.operators import define_operator
 
 __all__ = ["StatsTable", "TensorStats", "tensor_stats", "tensor_stats_reference"]
@@ -150,8 +151,8 @@ def tensor_stats(tensors: Sequence[Tensor], *, low: int = _LOW, bins: int = _BIN
         bins: the number of bins, 1 to 4096; the last one also counts what is larger.
 
     Raises:
-        RuntimeError: an integer, complex or sparse tensor, or one on another device (named by its index); ``low`` or
-            ``bins`` out of its range.
+        RuntimeError: an integer, complex or sparse tensor, one on another device, or one whose storage was freed (named
+            by its index); ``low`` or ``bins`` out of its range.
 
     Sync: none; one when the table is read.
 
@@ -169,6 +170,7 @@ def tensor_stats(tensors: Sequence[Tensor], *, low: int = _LOW, bins: int = _BIN
 def tensor_stats_reference(tensors: Sequence[Tensor], low: int, bins: int) -> Tensor:
     """PyTorch reference of `tensor_stats`; returns the table. Sync: none."""
     _check_arguments(tensors, low, bins)
+    check_present((f"tensor {index}", tensor) for index, tensor in enumerate(tensors))
     table = _empty_table(tensors, bins)
     for row, x in zip(table, tensors, strict=True):
         _fill(row, x.reshape(-1), low)

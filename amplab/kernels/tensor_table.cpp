@@ -15,6 +15,8 @@ void unscale_table(StableIValue* stack, uint64_t /*inputs*/, uint64_t /*outputs*
   TensorTable& list = table_of(stack[0]);
   const Handle found_inf(stack[1]);
   const Handle inv_scale(stack[2]);
+  require_memory("found_inf", found_inf);
+  require_memory("inv_scale", inv_scale);
   const Receivers receivers{take_optional(stack[5]), take_optional(stack[6]), take_optional(stack[7])};
   const auto* spans = list.lay_out(torch::stable::detail::to<bool>(stack[3]), torch::stable::detail::to<bool>(stack[4]));
   if (spans != nullptr) {
@@ -33,6 +35,7 @@ void unscale_table(StableIValue* stack, uint64_t /*inputs*/, uint64_t /*outputs*
 void clip_table(StableIValue* stack, uint64_t /*inputs*/, uint64_t /*outputs*/) {
   TensorTable& list = table_of(stack[0]);
   const Handle norm(stack[1]);
+  require_memory("norm", norm);
   const double max_norm = torch::stable::detail::to<double>(stack[2]);
   const auto is_float = [](const TypedSpan& typed) { return typed.input_dtype == kFloat; };
   const auto* spans = list.lay_out(true, false);

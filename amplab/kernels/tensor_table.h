@@ -112,7 +112,8 @@ class TensorTable {
   bool is_plain(const c10::TensorImpl& tensor) const {
     constexpr c10::DispatchKeySet kLazy({c10::DispatchKey::Negative, c10::DispatchKey::ZeroTensor});
     return tensor.layout() == c10::kStrided && tensor.device() == device_ && !tensor.is_python_dispatch() &&
-           tensor.has_storage() && !tensor.key_set().has_any(kLazy) && tensor.is_non_overlapping_and_dense();
+           tensor.has_storage() && !tensor.key_set().has_any(kLazy) && tensor.is_non_overlapping_and_dense() &&
+           is_in_memory(tensor);
   }
 
  private:

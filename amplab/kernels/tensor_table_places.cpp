@@ -113,6 +113,8 @@ void bring_in_gradients(StableIValue* stack, uint64_t /*inputs*/, uint64_t /*out
   const Handle flat(stack[1]);
   const Handle found_inf(stack[2]);
   const Handle inv_scale(stack[3]);
+  require_memory("found_inf", found_inf);
+  require_memory("inv_scale", inv_scale);
   const bool moves = torch::stable::detail::to<bool>(stack[4]);
   const bool lends = torch::stable::detail::to<bool>(stack[5]);
   std::vector<TypedSpan>& spans = scratch<TypedSpan>();

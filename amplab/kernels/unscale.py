@@ -73,9 +73,9 @@ def unscale_(
             several calls it is the smallest index. Initialize it with -1, which means none.
 
     Raises:
-        RuntimeError: an integer, complex, expanded or sparse tensor, one on another device, or two that overlap in
-            memory; the message gives the index. Also if found_inf, norm, norms or first_bad share elements with each
-            other, with inv_scale or with the list.
+        RuntimeError: an integer, complex, expanded or sparse tensor, one on another device, one whose storage was
+            freed, or two that overlap in memory; the message gives the index. Also if found_inf, norm, norms or
+            first_bad share elements with each other, with inv_scale or with the list.
 
     Sync: none.
 

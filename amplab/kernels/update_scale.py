@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from amplab.kernels import builder
+from amplab.kernels.list_checks import check_present
 from amplab.kernels.operators import define_operator
 
 __all__ = ["update_scale_", "update_scale__reference"]
@@ -120,6 +121,9 @@ def update_scale__reference(
 ) -> None:
     """PyTorch reference of `update_scale_`; calls torch's own operator if that is the same rule. Sync: none."""
     _check_arguments(scale, growth_tracker, hysteresis_tracker, found_inf, growth_interval, hysteresis)
+    named = {"scale": scale, "growth_tracker": growth_tracker, "hysteresis_tracker": hysteresis_tracker}
+    given = {**named, "found_inf": found_inf}.items()
+    check_present((name, tensor) for name, tensor in given if tensor is not None)
     plain = keeps_finite and not divides and floor == 0.0 and ceiling == math.inf and growth_interval < 2**31
     if plain and hysteresis_tracker is None and scale.dtype == torch.float32:
         growth_tracker.clamp_max_(growth_interval - 1)  # torch's operator never grows from above it

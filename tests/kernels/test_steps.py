@@ -279,6 +279,11 @@ def test_bad_lists_are_refused_by_index(implementation, change, words):
     refused(implementation, change, words)
 
 
+@pytest.mark.parametrize(("place", "words"), [(0, "param 1"), (1, "grad 1"), (2, "state 1"), (4, "step 1")])
+def test_memory_that_is_not_there_is_refused(implementation, place, words):
+    refused(implementation, lambda drawn: drawn[place][1].untyped_storage().resize_(0), f"^{words} has no memory")
+
+
 def overlapping():
     """Lists for Adam of which two share memory, by the names of the two."""
     whole, odd = torch.ones(8), torch.ones(9)

@@ -9,6 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.library import opcheck
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from amplab import kernels
 from amplab.formats import FLOAT16, exponent_histogram, overflow_fraction, underflow_fraction
@@ -183,6 +184,47 @@ def test_what_has_no_statistics_is_refused(table_of, tensors, message):
         table_of = tensor_stats_reference
     with pytest.raises((RuntimeError, NotImplementedError), match="^" + re.escape(message)):
         table_of(tensors, -47, 64)
+
+
+class Reading(TorchDispatchMode):
+    """Passes a function what every op returns, as an observer does."""
+
+    def __init__(self, read):
+        super().__init__()
+        self.read = read
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        self.read(result)
+        return result
+
+
+def freed(left=0, begin=0):
+    values = torch.ones(4)
+    part = values[begin:]
+    values.untyped_storage().resize_(left)
+    return part
+
+
+def test_memory_that_is_not_there_is_not_read(table_of):
+    columns = torch.ones(3, 4)
+    last = columns.t()[1:]
+    columns.untyped_storage().resize_(40)  # ten of twelve elements
+    for tensor in (freed(), freed(begin=2), freed(left=8), last):
+        with pytest.raises(RuntimeError, match=r"^tensor 1 has no memory"):
+            table_of([torch.ones(1), tensor], -47, 64)
+    assert table_of([freed(begin=4), torch.ones(3)[1:]], -47, 64).shape == (2, 72)
+
+
+def test_a_zerotensor_is_read_where_torch_makes_it_zeros(table_of):
+    assert kernels.tensor_stats([torch._efficientzerotensor((4,))]).read()[0].zeros == 4
+
+    def read(tensor):
+        with pytest.raises(RuntimeError, match=r"^tensor 0 has no memory"):
+            table_of([tensor], -47, 64)
+
+    with Reading(read):
+        torch._efficientzerotensor((4,))
 
 
 @pytest.mark.parametrize("bins", [0, -1, 4097])

@@ -180,6 +180,30 @@ def test_mixed_dtypes_in_one_list(implementation, name):
     assert [output.tolist() for output in outputs] == [[expected] * 5] * 4
 
 
+def freed(begin=0):
+    values = torch.ones(4)
+    part = values[begin:]
+    values.untyped_storage().resize_(0)
+    return part
+
+
+@pytest.mark.parametrize("name", OPERATORS)
+def test_memory_that_is_not_there_is_neither_read_nor_written(implementation, name):
+    with pytest.raises(RuntimeError, match=r"^input 0 has no memory"):
+        run(implementation, name, [freed()], flag(), 0.5)
+    for tensors, found_inf in (([torch.ones(1), freed(2)], flag()), ([torch.ones(1)], freed(3))):
+        words = "input 1" if len(tensors) == 2 else "found_inf"
+        with pytest.raises(RuntimeError, match=f"^{words} has no memory"):
+            implementation("multi_tensor_unscale_")(tensors, found_inf, torch.ones(1))
+    assert tensors[0].item() == 1.0
+
+
+@pytest.mark.parametrize("name", ["multi_tensor_unscale_copy", "multi_tensor_unscale_add"])
+def test_an_output_without_memory_is_refused(implementation, name):
+    with pytest.raises(RuntimeError, match=r"^output 0 has no memory"):
+        implementation(name)([torch.ones(4)], [freed()], flag(), torch.ones(1))
+
+
 REFUSALS = [
     (
         lambda: ([torch.ones(2), torch.ones(2, dtype=torch.int32)], flag()),

@@ -184,6 +184,15 @@ def test_the_kernel_has_the_references_bits(built, dtype, start, count, patience
     assert patience is None or torch.equal(left, other_left)
 
 
+@pytest.mark.parametrize("place", range(4))
+def test_a_state_without_memory_is_refused(update_, place):
+    state = [torch.ones(1), counter(), counter(2), torch.zeros(1)]
+    state[place].untyped_storage().resize_(0)
+    name = ("scale", "growth_tracker", "hysteresis_tracker", "found_inf")[place]
+    with pytest.raises(RuntimeError, match=f"^{name} has no memory"):
+        update_(*state, *CONSTANTS)
+
+
 CONSTANTS = (2.0, 0.5, 2000, 1, 0.0, math.inf)
 REFUSALS = [
     ((torch.ones(2), counter(), None, torch.zeros(1), *CONSTANTS), "scale:"),

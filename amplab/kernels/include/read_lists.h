@@ -61,6 +61,7 @@ class ReadList {
     require(dtype != kDtypes, "tensor", index, ": expected float16, bfloat16, float32 or float64.");
     require(tensor.device_type() == device_type() && tensor.device_index() == device_index(), "tensor", index,
             " is on another device than tensor 0; call once per device.");
+    require(tensor.is_in_memory(), "tensor", index, kNoMemory);
     const int64_t numel = tensor.numel();
     const void* data = numel == 0 ? nullptr : tensor.data();
     sources_.push_back({data, dtype, numel, is_gapless(tensor), tensor.dim(), tensor.sizes(), tensor.strides()});

@@ -54,6 +54,7 @@ class Arguments {
     const Dtype dtype = scale_.dtype();
     expect(scale_.numel() == 1 && (dtype == kFloat || dtype == kDouble),
            "scale: expected one float32 or float64 element, such as torch.tensor(65536.0).");
+    require_memory("scale", scale_);
     expect(is_int32(growth_tracker_),
            "growth_tracker: expected one int32 element, such as torch.zeros(1, dtype=torch.int32).");
     expect(!hysteresis_tracker_ || is_int32(*hysteresis_tracker_),
@@ -70,6 +71,7 @@ class Arguments {
   void check_device(const char* name, const Handle& tensor) const {
     expect(tensor.device_type() == scale_.device_type() && tensor.device_index() == scale_.device_index(),
            std::string(name) + " is on another device than scale; keep them together.");
+    require_memory(name, tensor);
   }
 
   Handle scale_;

@@ -95,6 +95,7 @@ class StepLists {
     if (!params_.empty() && !on_device(*scalar)) {
       throw std::runtime_error(std::string(name) + " is on another device than the parameters.");
     }
+    require_memory(name, *scalar);
     return static_cast<const float*>(scalar->data());
   }
 
@@ -124,6 +125,7 @@ class StepLists {
     require(on_device(tensor), side, index, " is on another device than the first parameter; call once per device.");
     const bool same_shape = tensor.dim() == param.dim() && equal(tensor.sizes(), param.sizes(), param.dim());
     require(same_shape, side, index, ": expected the shape of its parameter.");
+    require(tensor.is_in_memory(), side, index, kNoMemory);
     require(!written || tensor.is_contiguous() || !repeats(tensor), side, index,
             " is expanded: several of its elements share one place in memory; pass a clone.");
   }
@@ -202,6 +204,7 @@ class StepLists {
     const Handle& step = steps_[index];
     require(step.numel() == 1 && step.dtype() == kFloat, "step", index, ": expected one float32 element.");
     require(on_device(step), "step", index, " is on another device than its parameter.");
+    require(step.is_in_memory(), "step", index, kNoMemory);
     return static_cast<float*>(step.mutable_data());
   }
 

@@ -100,11 +100,18 @@ inline void check_device(const std::string& name, const Handle& tensor, const Ha
   }
 }
 
+inline void require_memory(const std::string& name, const Handle& tensor) {
+  if (!tensor.is_in_memory()) {
+    throw std::runtime_error(name + kNoMemory);
+  }
+}
+
 inline void check_scalar(const char* name, const Handle& scalar, const Handle& found_inf) {
   if (scalar.numel() != 1 || scalar.dtype() != kFloat) {
     throw std::runtime_error(std::string(name) + ": expected one float32 element, such as torch.zeros(1).");
   }
   check_device(name, scalar, found_inf);
+  require_memory(name, scalar);
 }
 
 inline void check_receivers(const Receivers& receivers, size_t tensors, const Handle& found_inf) {
@@ -119,6 +126,7 @@ inline void check_receivers(const Receivers& receivers, size_t tensors, const Ha
                                std::to_string(count) + ").");
     }
     check_device("norms", norms, found_inf);
+    require_memory("norms", norms);
   }
   if (receivers.first_bad) {
     const Handle& first_bad = *receivers.first_bad;
@@ -126,6 +134,7 @@ inline void check_receivers(const Receivers& receivers, size_t tensors, const Ha
       throw std::runtime_error("first_bad: expected one int64 element, such as torch.tensor(-1).");
     }
     check_device("first_bad", first_bad, found_inf);
+    require_memory("first_bad", first_bad);
   }
 }
 
@@ -186,6 +195,7 @@ class PairedLists {
                                ": expected float16, bfloat16, float32 or float64.");
     }
     require(on_device(tensor), side, index, " is on another device than found_inf; call once per device.");
+    require(tensor.is_in_memory(), side, index, kNoMemory);
     return dtype;
   }
 

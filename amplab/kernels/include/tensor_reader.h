@@ -43,7 +43,28 @@ inline Dtype dtype_of(torch::headeronly::ScalarType type) {
 #if !defined(__CUDACC__)
 // A Tensor is just a pointer to its TensorImpl, and a handle of the C interface is a pointer to a Tensor.
 using TensorPointer = c10::intrusive_ptr<c10::TensorImpl, c10::UndefinedTensorImpl>;
+
+// Whether the elements of a strided tensor can be read. A program can free the storage under a tensor, and a ZeroTensor
+// of forward-mode AD has none: torch's own ops would crash.
+inline bool is_in_memory(const c10::TensorImpl& tensor) {
+  const int64_t numel = tensor.numel();
+  if (numel == 0) {
+    return true;
+  }
+  int64_t spanned = numel;
+  if (!tensor.is_contiguous()) {
+    spanned = 1;
+    for (int64_t d = 0; d < tensor.dim(); ++d) {
+      spanned += (tensor.sizes()[d] - 1) * tensor.strides()[d];
+    }
+  }
+  const c10::Storage& storage = tensor.storage();
+  const auto bytes = static_cast<size_t>(tensor.storage_offset() + spanned) * tensor.itemsize();
+  return storage.data() != nullptr && storage.nbytes() >= bytes;
+}
 #endif
+
+constexpr const char* kNoMemory = " has no memory: its storage was freed, or it is a ZeroTensor; pass a clone.";
 
 // Owns one reference to a tensor.
 class Handle {
@@ -70,6 +91,8 @@ class Handle {
   int32_t device_index() const { return get<int32_t>(aoti_torch_get_device_index); }
   bool is_strided() const { return get<int32_t>(aoti_torch_get_layout) == aoti_torch_layout_strided(); }
   const void* data() const { return get<const void*>(torch_get_const_data_ptr); }
+  // Less than below, since each field is a call: CUDA itself reports an address that nothing is at.
+  bool is_in_memory() const { return numel() == 0 || data() != nullptr; }
   void* mutable_data() const { return get<void*>(torch_get_mutable_data_ptr); }
   torch::headeronly::ScalarType scalar_type() const {
     return static_cast<torch::headeronly::ScalarType>(get<int32_t>(aoti_torch_get_dtype));
@@ -84,6 +107,7 @@ class Handle {
   int32_t device_index() const { return impl().device().index(); }
   bool is_strided() const { return impl().layout() == c10::kStrided; }
   const void* data() const { return impl().data(); }
+  bool is_in_memory() const { return amplab::is_in_memory(impl()); }
   void* mutable_data() const { return impl().mutable_data(); }
   torch::headeronly::ScalarType scalar_type() const { return c10::typeMetaToScalarType(impl().dtype()); }
 
