@@ -18,7 +18,14 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-__all__ = ["dtype_kind", "optimizer_entry", "optimizer_problems", "problems_of_each"]
+__all__ = [
+    "dtype_kind",
+    "optimizer_entry",
+    "optimizer_problems",
+    "param_dtypes",
+    "problems_of_each",
+    "state_dtypes",
+]
 
 Part = TypeVar("Part")
 
@@ -34,7 +41,7 @@ def dtype_kind(tensor: Tensor) -> str:
 
 
 def optimizer_entry(optimizer: Optimizer) -> dict[str, Any]:
-    """Return the saved form of an optimizer: its class, the shapes of each group's parameters, and its state_dict.
+    """Return the saved form of an optimizer: its class, shapes and dtypes of its parameters, and its state_dict.
 
     A number of NumPy in a group, as a schedule sets it, becomes Python's.
     """
@@ -44,7 +51,34 @@ def optimizer_entry(optimizer: Optimizer) -> dict[str, Any]:
         {name: value.item() if isinstance(value, np.generic) else value for name, value in group.items()}
         for group in state["param_groups"]
     ]
-    return {"class": type(optimizer).__name__, "shapes": shapes, "state": {**state, "param_groups": groups}}
+    return {
+        "class": type(optimizer).__name__,
+        "shapes": shapes,
+        "dtypes": param_dtypes(optimizer),
+        "state": {**state, "param_groups": groups},
+    }
+
+
+def param_dtypes(optimizer: Optimizer) -> list[list[str]]:
+    """Return the names of the dtypes of each group's parameters."""
+    return [[str(param.dtype).removeprefix("torch.") for param in group["params"]] for group in optimizer.param_groups]
+
+
+def state_dtypes(optimizer: Optimizer, param: Tensor, options: Mapping[str, Any]) -> dict[str, torch.dtype] | None:
+    """Return the dtype of each tensor of the state that an optimizer makes for a parameter; None if it is unknown.
+
+    Args:
+        optimizer: of any class.
+        param: one of its parameters.
+        options: of the parameter's group.
+    """
+    rule = _rule(optimizer)
+    try:
+        made = None if rule is None else _state_after_a_step(rule, param, options)
+    except (TypeError, ValueError):
+        return None
+    tensors = {} if made is None else {name: value for name, value in made.items() if isinstance(value, Tensor)}
+    return None if made is None else {name: value.dtype for name, value in tensors.items()}
 
 
 def optimizer_problems(optimizers: Sequence[Optimizer], saved: Any) -> Iterator[str]:

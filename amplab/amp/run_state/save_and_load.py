@@ -7,7 +7,7 @@
 
 =============  ==========================================================================================
 models         state_dict of each; at O2 the float32 masters' values, at O3 half weights as float32
-optimizers     state_dict of each, and the shapes of its parameters
+optimizers     state_dict of each, and the shapes and dtypes of its parameters
 loss scale     ``amp.state_dict()`` of a session, or ``state_dict()`` of a GradScaler
 generators     of torch (CPU and CUDA), random and numpy (`rng_state`)
 position       the position in the data: a step, an epoch, a sampler's state
@@ -43,6 +43,7 @@ from amplab.amp.run_state.checks import form_problems, model_problems, scale_pro
 from amplab.amp.run_state.file_format import MissingRunState, RunStateError, read_run_state, write_run_state
 from amplab.amp.run_state.models_of_tools import refuse_models_of_tools
 from amplab.amp.run_state.optimizer_checks import optimizer_entry, optimizer_problems
+from amplab.amp.run_state.optimizer_state import load_optimizer
 from amplab.amp.run_state.paths import given_path
 from amplab.amp.run_state.rng_state import capture_rng, restore_rng, rng_problems
 from amplab.amp.run_state.sharded_folder import (
@@ -233,8 +234,8 @@ def _load(
         undo.append(partial(scaler.load_state_dict, scaler.state_dict()))
         scaler.load_state_dict(state["scaler"])
     for each, entry in zip(optimizers, state["optimizers"], strict=False):
-        undo.append(partial(each.load_state_dict, each.state_dict()))
-        each.load_state_dict(entry["state"])
+        undo.append(partial(load_optimizer, each, optimizer_entry(each)))
+        load_optimizer(each, entry)
     for one, saved in zip(models, state["models"], strict=False):
         undo.append(_restorer(one))
         one.load_state_dict(saved)
