@@ -274,7 +274,7 @@ def _skip_line(record: StepRecord) -> str:
 
 def _summary(trainer: Trainer, interrupted: bool) -> TrainSummary:
     history = trainer.history
-    failed = trainer.state == "failed"
+    failed = trainer.state == "failed" or trainer.paused_by is not None
     return TrainSummary(
         config=trainer.config,
         steps=len(history),

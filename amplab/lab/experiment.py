@@ -76,6 +76,7 @@ from amplab.trace.as_found import leaves_as_found
 from amplab.trace.forwarded_modules import buffers_kept
 from amplab.trace.handed_step import ModelGroup
 from amplab.trace.kept_tensors import KeptBytes
+from amplab.trace.optimizer_hooks import keeping_failures_of_hooks
 from amplab.trace.optimizer_states import OptimizerState
 from amplab.trace.random_states import random_states_kept
 from amplab.trace.recorder import Observer
@@ -149,7 +150,10 @@ class Experiment:
             wait for each other, and not for a model of one's own: what its forward changes besides parameters and
             buffers, such as a counter in an attribute, could not be taken back.
         left_out: What a checkpoint could not hold, of a loaded experiment.
+        phase: Of the step that runs or has raised: "batches" while they are read, before anything has changed,
+            "gradients" before an optimizer steps, then "weights"; "" between two steps.
         score_failure: The traceback of the last score that could not be measured in a step; "" if there is none.
+        hook_failure: That of hooks that raised after an optimizer's part of the last step, as a schedule at its end.
 
     Raises:
         ImportError: The task's data are not installed.
@@ -187,11 +191,13 @@ class Experiment:
         self._mixed_scales: MixedScales | None = None
         self._recorder: StageRecorder | None = None
         self._past = PastSkips()
-        self.score_failure, self.left_out = "", tuple[str, ...]()
+        self.score_failure, self.hook_failure, self.left_out = "", "", tuple[str, ...]()
+        self.phase = ""
         self.goes_on: Callable[[], bool] = lambda: True
         is_own = OWN_TASK.fullmatch(config.task) or not MODELS[config.model].build.__module__.startswith("amplab.")
         self._can_stop = not is_own and exchange is None
         self._scalers_before: tuple[ScaleState, ...] = ()
+        self._versions_before: list[tuple[int, int]] = []
         self._given: Sequence[Any] | None = None  # batches of a step that runs again
 
     @property
@@ -263,16 +269,18 @@ class Experiment:
         """
         if self._began is None:
             self._began = time.perf_counter()
-        self._scaled.clear()
         if self._exchange is not None:
             self._exchange.begin_step([*self._model.buffers()])
         was_skipped = self._last is not None and self._last.skipped
-        self._scalers_before = tuple(scaler.state for scaler in self._session.scalers)
+        self.phase, self.hook_failure = "batches", ""
         batches = self._given or [
             self._batch(self._step, number, self._faults) for number in range(self._config.accumulate)
         ]
+        self._scaled.clear()
+        self._scalers_before = tuple(scaler.state for scaler in self._session.scalers)
         self._rerun.forget()
         self._rerun.remember(batches[0] if len(batches) == 1 else batches)
+        self._versions_before, self.phase = self._versions(), "gradients"
         with self._taken_back_if_stopped():
             record = self._train_on(batches, self._began)
         self._last = record
@@ -281,7 +289,22 @@ class Experiment:
         self._loss_scale = self._lowest_scale()
         self._faults = after_step(self._faults)
         self._step += 1
+        self.phase = ""
         return record
+
+    def take_back(self) -> bool:
+        """Restore what a step that has raised in its forward or backward had changed; return whether that is all.
+
+        Then what `save` saves is as before the step. It is not once an optimizer has begun to step, or if the forward
+        has written to weights or exchanged buffers. What a model keeps in attributes is not restored, nor saved; an
+        edit of a weight's `.data` is not noticed.
+        """
+        if self.phase != "gradients" or self._versions() != self._versions_before or not self._rerun.restore_buffers():
+            return False
+        for scaler, state in zip(self._session.scalers, self._scalers_before, strict=True):
+            scaler.state = state
+        self._last, self.phase = None, ""  # the batch of the last step is not kept any more
+        return True
 
     def step_in_stages(self, parameter: str | None = None) -> tuple[StepRecord, StepStages]:
         """Train on the next batch as `step` does, bit for bit, and record its stages.
@@ -551,6 +574,15 @@ class Experiment:
         stepped = (each for optimizer in self._optimizers for each in self._session.master_params(optimizer))
         return weights + [each for each in stepped if id(each) not in known]
 
+    def _versions(self) -> list[tuple[int, int]]:
+        """Return numbers that change when weights are written in place, or get another storage. Sync: none."""
+        weights = (each for each in self._weights() if type(each) in (Tensor, nn.Parameter))  # others may have no place
+        return [
+            (each.data_ptr(), 0 if each.is_inference() else each._version)
+            for each in weights
+            if each.layout is torch.strided
+        ]
+
     def _loss_again(self, given: Any) -> Tensor:
         """Return the loss that was skipped in the last step, with the faults that went into it."""
         last = self._last
@@ -678,7 +710,7 @@ class Experiment:
             for scaler, before in zip(self._session.scalers, self._scalers_before, strict=True):
                 scaler.state = before
             self._drop_gradients()
-            self._last = None  # what it began with is gone; `past_skips` has it
+            self._last, self.phase = None, ""  # what it began with is gone; `past_skips` has it
             raise
 
     def _drop_gradients(self) -> None:
@@ -703,7 +735,8 @@ class Experiment:
             exponents += self._largest_exponent(optimizer)  # O2 drops the gradients of the masters in the step
             with self._random_states_kept():
                 self._seed_forward(self._step, -1 - number)  # on all ranks the same: they keep the same weights
-                optimizer.step()
+                self.phase = "weights"
+                self._step_weights(optimizer)
         return self._record(losses, exponents, began)
 
     def _backward(self, number: int, batches: Sequence[Any]) -> list[Tensor]:
@@ -728,6 +761,13 @@ class Experiment:
                     root.backward()
                     self._average_gradients(number)
         return losses
+
+    def _step_weights(self, optimizer: Optimizer) -> None:
+        """Step an optimizer. What hooks raise after its step is kept in `hook_failure`: the step is made already."""
+        failures = list[str]()
+        with keeping_failures_of_hooks(optimizer, failures) if self._exchange is None else nullcontext():
+            optimizer.step()
+        self.hook_failure += "".join(failures)
 
     def _average_gradients(self, number: int) -> None:
         """Average the new gradients of an optimizer over the ranks while they are scaled: each sees every overflow."""

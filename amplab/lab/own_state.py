@@ -40,6 +40,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from amplab.amp.apex.before_initialize import hooks_of
 from amplab.policies.signals import is_interrupt
+from amplab.trace.optimizer_hooks import is_amplabs
 from amplab.trace.random_states import GENERATORS
 
 __all__ = [
@@ -188,7 +189,7 @@ def _parts(value: Any) -> Iterator[tuple[str, MutableMapping[str, Any] | None, d
             yield f"/{path} buffers", module._buffers, {}
     elif isinstance(value, Optimizer):
         names = _Attributes(value, _OF_EVERY_OPTIMIZER)
-        hooks = [hook for hooks in hooks_of(value) for hook in hooks.values() if not _is_amplabs(hook)]
+        hooks = [hook for hooks in hooks_of(value) for hook in hooks.values() if not is_amplabs(hook)]
         yield "", names, {**_objects_in(names), **{f"hook {place}": hook for place, hook in enumerate(hooks)}}
     elif isinstance(value, DataLoader):
         yield "", _Attributes(value, _OF_EVERY_LOADER), {name: vars(value)[name] for name in _OF_LOADER}
@@ -235,11 +236,6 @@ def _is_of_library(name: str) -> bool:
     library = name.partition(".")[0]
     file = str(getattr(sys.modules.get(library), "__file__", None) or "")
     return library == "amplab" or library in sys.stdlib_module_names - {"__main__"} or "-packages" in file
-
-
-def _is_amplabs(hook: Any) -> bool:
-    owner = getattr(hook, "__self__", hook)
-    return str(getattr(hook, "__module__", None) or type(owner).__module__).partition(".")[0] == "amplab"
 
 
 class _Attributes(MutableMapping[str, Any]):

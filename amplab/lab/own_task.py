@@ -44,6 +44,7 @@ from amplab.policies.signals import is_interrupt
 from amplab.trace.argument_checks import accepts
 from amplab.trace.forwarded_modules import buffers_kept
 from amplab.trace.handed_step import Loss, ModelGroup, as_model, handed_step
+from amplab.trace.optimizer_hooks import is_amplabs
 from amplab.trace.random_states import devices_in_use, random_states_kept, seed_all
 
 __all__ = ["OwnCode", "OwnTask", "check_devices", "forget_own", "register_own"]
@@ -325,7 +326,7 @@ def _check_parameters(model: nn.Module, makers: dict[str, Any]) -> None:
         if not isinstance(given, Optimizer):
             continue
         _check_step(given)
-        if any(not _is_amplabs(hook) for hooks in hooks_of(given) for hook in hooks.values()):
+        if any(not is_amplabs(hook) for hooks in hooks_of(given) for hook in hooks.values()):
             raise ValueError(
                 f"optimizer={type(given).__name__}: has hooks, which belong to it, and Reset and Compare need others; "
                 "pass a function that makes the optimizer with its hooks, optimizer=lambda weights: …."
@@ -345,12 +346,6 @@ def _check_step(optimizer: Optimizer) -> None:
             f"optimizer={type(optimizer).__name__}: the lab calls step() without arguments, and {refused}; expected an "
             "optimizer that needs no closure, such as lambda weights: Adam(weights, lr=1e-3)."
         )
-
-
-def _is_amplabs(hook: Any) -> bool:
-    """Whether a hook is one of a watch or a session, which the copies need not have."""
-    owner = getattr(hook, "__self__", hook)
-    return str(getattr(hook, "__module__", None) or type(owner).__module__).partition(".")[0] == "amplab"
 
 
 def _check_loss(loss: Any) -> None:

@@ -33,8 +33,8 @@ class RunSaver:
         self._checkpoints: Checkpoints | None = None  # of the log that was saved last
         self._has_failed = False  # the last one of them that was due
 
-    def save(self, experiment: Experiment, store: RunStore, *, is_running: bool, at_rest: bool = False) -> None:
-        """Write a checkpoint beside the log, if it is time.
+    def save(self, experiment: Experiment, store: RunStore, *, is_running: bool, at_rest: bool = False) -> Path | None:
+        """Write a checkpoint beside the log, if it is time; return it if it is of the present step.
 
         Args:
             experiment: What to save.
@@ -44,28 +44,30 @@ class RunSaver:
         """
         log = store.log_path
         if log is None:
-            return
+            return None
         if self._checkpoints is None or self._checkpoints.log != log:
             self._checkpoints, self._has_failed = Checkpoints(log), False
         checkpoints = self._checkpoints
         if not self._is_time(at_rest or checkpoints.is_due, is_running=is_running):
-            return
+            return None
         try:
             store.flush()
             if self._exchange is not None:
                 self._exchange.meet()  # the log of every rank holds every step of the checkpoint
                 if self._exchange.place.rank:
-                    return
+                    return None
             if store.is_on_disk:
                 store.check_log()
                 checkpoints.write(experiment)
                 self._tell(checkpoints.path, None)
+                return checkpoints.path
         except RankLost:
-            return  # the next step says so
+            pass  # the next step says so
         except Exception as error:  # also of objects of one's own, whose states are saved
             if is_interrupt(error):
                 raise
             self._tell(checkpoints.path, error)
+        return None
 
     def end(self) -> None:
         """The run has ended: its checkpoint stays while it is one of the latest."""

@@ -117,6 +117,16 @@ class StepRerun:
         elif buffers:
             torch._foreach_copy_(self._kept, buffers)
 
+    @torch.no_grad()
+    def restore_buffers(self) -> bool:
+        """Give the buffers the values with which the step began; return False if they are others now. Sync: none."""
+        buffers = list(self._model.buffers())
+        if list(map(_kind_of, buffers)) != list(map(_kind_of, self._kept)):
+            return False
+        for buffer, value in zip(buffers, self._kept, strict=True):
+            write_value(buffer, value)
+        return True
+
     def forget(self) -> None:
         """Drop the batches: their step is over."""
         self._begun.clear()

@@ -97,6 +97,10 @@ class Trainer:
     States: "ready" (no step yet), "running", "paused", "stopped" (the log is closed), "failed". A reset leads from any
     of them to "ready".
 
+    What a step raises while it reads its batches, or in a hook after an optimizer's step, pauses the run, which can go
+    on: see `paused_by`. What it raises in between fails the run. Until an optimizer has begun to step, the run is then
+    saved as it was before, if it has a log: a restarted kernel continues it there.
+
     The trainer's thread computes with one intra-op thread, which makes runs repeatable and leaves the other cores to
     the browser. Other threads keep their number.
 
@@ -165,6 +169,7 @@ class Trainer:
         self._speed: float | None = None
         self._due = 0.0  # when the next step may begin, by time.monotonic()
         self._failure: Failed | None = None  # of the present run; a reset has changed the state already
+        self._paused_by: Failed | None = None  # since the last start
         self._has_reported_kernels = self._has_reported_buffers = False
         self._nonfinite_buffers: tuple[str, ...] = ()
         self._experiment.task.tell_of_reading(self._goes_on_reading)
@@ -255,6 +260,11 @@ class Trainer:
         """The last failures, for a view that is opened later."""
         return self._publisher.failures
 
+    @property
+    def paused_by(self) -> Failed | None:
+        """What has paused the run since its last start, such as a batch that could not be read; None for nothing."""
+        return self._paused_by
+
     def findings(self) -> Findings:
         """Return what the rules find in this run, the most harmful first.
 
@@ -304,7 +314,7 @@ class Trainer:
             _check_steps(steps)
         with self._lock:
             self._refuse_unless_alive("start()")
-            self._steps_left = steps
+            self._steps_left, self._paused_by = steps, None
             if self._state != "running":
                 self._due = 0.0
             self._enter("running")
@@ -609,7 +619,8 @@ class Trainer:
         If another thread starts the experiment meanwhile, without a limit, it goes on.
 
         Raises:
-            RuntimeError: The experiment is running already, has stopped or failed, or fails in one of these steps.
+            RuntimeError: The experiment is running already, has stopped or failed, or fails in one of these steps; or
+                the run is paused because a batch cannot be read or a hook of an optimizer has raised; see `paused_by`.
             ValueError: `steps` is not a whole number > 0.
         """
         _check_steps(steps)
@@ -629,6 +640,8 @@ class Trainer:
         if self._state == "failed":
             told = [failure.text for failure in self.failures if failure.fatal]  # none if another thread resets now
             raise RuntimeError(f"run({steps}): failed at step {len(self.history)}. {''.join(told[-1:])}")
+        if (paused_by := self._paused_by) is not None:
+            raise RuntimeError(f"run({steps}): paused at step {len(self.history)}. {paused_by.text}")
         return self.history
 
     def wait(self, timeout: float | None = None) -> bool:
@@ -704,6 +717,12 @@ class Trainer:
         except (ReadingStopped, StepStopped):
             self._due = 0.0  # no step was made
             return
+        except BaseException:  # whatever reading raises, the run is as before
+            if self._experiment.phase != "batches" or self._exchange is not None:  # other ranks wait in the step
+                raise
+            text = f"The batch of step {len(self.history)} could not be read. The run is paused and unchanged"
+            self._pause_by(f"{text}: Start reads it again.", traceback.format_exc())
+            return
         if (mixed := self._experiment.mixed_scales) is not None:
             self._store.keep_scales(mixed)
         if (memory := self._experiment.memory()) is not self._memory:
@@ -718,6 +737,9 @@ class Trainer:
                 Failed(f"The held-out score failed.\n{self._experiment.score_failure}", attempted=True)
             )
             self._experiment.score_failure = ""
+        if raised := self._experiment.hook_failure:
+            text = f"A hook of the optimizer raised after step {record.step}. The step is complete"
+            self._pause_by(f"{text}, and the run is paused: Start makes the next one.", raised)
         if record.score is not None or not math.isfinite(record.loss):
             self._nonfinite_buffers = self._experiment.nonfinite_buffers()
         if not math.isfinite(record.loss):
@@ -747,6 +769,16 @@ class Trainer:
         if self._trace is None or self._trace[0] != present:
             self._trace = present, TraceReady(self._experiment.trace(), len(self.history), self.config.opt_level)
         return self._trace[1]
+
+    def _pause_by(self, text: str, raised: str) -> None:
+        """Pause and save the run between two steps, since something of its owner's has raised."""
+        if (saved := self._save(at_rest=True)) is not None:
+            text = f"{text} Its checkpoint is {saved}."
+        failure = Failed(f"{text}\n{raised}", attempted=True)
+        with self._lock:
+            self._paused_by = failure
+            self.pause()
+        self._publisher.publish(failure)
 
     def _goes_on_reading(self, left: int) -> bool:
         """Tell how many batches are still to be read; stop when a pause or a reset is wanted."""
@@ -787,8 +819,8 @@ class Trainer:
 
         with self._withdrawable(is_asked_for=True):
             self._train(step)
-        self._explainer.explain_last()
-        if recorded:
+        if recorded:  # else its batch could not be read
+            self._explainer.explain_last()
             self._publisher.publish(StagesReady(recorded[0], recorded[0].record.step))
 
     def _count_step(self) -> None:
@@ -911,7 +943,7 @@ class Trainer:
         self._experiment.task.tell_of_reading(self._goes_on_reading)
         self._experiment.goes_on = self._goes_on_training
         self._explainer = self._new_explainer()
-        self._failure, self._has_reported_buffers = None, False
+        self._failure, self._paused_by, self._has_reported_buffers = None, None, False
         self._nonfinite_buffers = experiment.nonfinite_buffers()
         self._publisher.forget_run()
         self._memory = None
@@ -987,10 +1019,15 @@ class Trainer:
                 log.unlink(missing_ok=True)
             raise ValueError(str(error).replace(str(log), str(saved.log))) from error
 
-    def _save(self, *, at_rest: bool = False) -> None:
-        """Save the run, if it is time; one that has failed is not whole: its weights may have that step already."""
-        if self._failure is None:
-            self._saver.save(self._experiment, self._store, is_running=self._state == "running", at_rest=at_rest)
+    def _save(self, *, at_rest: bool = False) -> Path | None:
+        """Save the run, if it is time, and return its checkpoint if that is of the present step.
+
+        One that has failed is not whole: its weights may have that step already.
+        """
+        if self._failure is not None:
+            return None
+        is_running = self._state == "running"
+        return self._saver.save(self._experiment, self._store, is_running=is_running, at_rest=at_rest)
 
     def _save_change(self) -> None:
         """Save what was changed while the run is paused: its process may end before the next step."""
@@ -1026,6 +1063,8 @@ class Trainer:
                 raise RuntimeError("the run was removed")
             with suppress(StepStopped):
                 _timed_step(run.experiment.step, run.store)
+                if raised := run.experiment.hook_failure:
+                    raise RuntimeError(f"a hook of the optimizer raised {Failed(raised).error}")
 
         def end(run: KeptRun, error: str) -> None:
             run.is_training, run.error = False, error
@@ -1107,7 +1146,10 @@ class Trainer:
             self._publisher.publish(Failed(f"{what}\n{traceback.format_exc()}", attempted=True))
 
     def _fail(self, text: str) -> None:
-        self._failure = Failed(f"The run failed at step {len(self.history)}.\n{text}", fatal=True)
+        what = f"The run failed at step {len(self.history)}."
+        if self._exchange is None and self._experiment.take_back() and (saved := self._save(at_rest=True)) is not None:
+            what = f"{what} Its weights before that step are in its checkpoint, {saved}."
+        self._failure = Failed(f"{what}\n{text}", fatal=True)
         self._end_in_failure(self._failure)
 
     def _end_in_failure(self, failure: Failed) -> None:

@@ -4,13 +4,17 @@ torch runs the hooks on all optimizers from one dict for the process, and a thre
 another one changes the dict. So amplab has one hook there before a step and one after it, which call the functions of
 their thread. Where the process has other threads they stay once they are registered, and do nothing without a function.
 
+`keeping_failures_of_hooks`: let a program's own hooks after the step of one optimizer raise without an effect on it.
+
 Reference: torch.optim.optimizer.register_optimizer_step_pre_hook.
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -22,10 +26,10 @@ from torch.optim.optimizer import (
     register_optimizer_step_pre_hook,
 )
 
-from amplab.policies.signals import DeferredSignals
+from amplab.policies.signals import DeferredSignals, is_interrupt
 from amplab.trace.as_found import Undo, remove_hook
 
-__all__ = ["after_step", "before_step", "observe_steps"]
+__all__ = ["after_step", "before_step", "is_amplabs", "keeping_failures_of_hooks", "observe_steps"]
 
 Observer = Callable[[Optimizer, tuple[Any, ...], dict[str, Any]], object]
 
@@ -79,3 +83,33 @@ def _remove_hooks_of_one_thread() -> None:
         if threading.active_count() == 1 and not _OBSERVERS.before and not _OBSERVERS.after:
             remove_hook(before_step, _global_optimizer_pre_hooks)
             remove_hook(after_step, _global_optimizer_post_hooks)
+
+
+@contextmanager
+def keeping_failures_of_hooks(optimizer: Optimizer, failures: list[str]) -> Iterator[None]:
+    """Add the tracebacks of what hooks after a step raise to `failures`; the later hooks, such as a session's, run.
+
+    Hooks of amplab, and those on all optimizers, raise as always.
+    """
+    hooks = optimizer._optimizer_step_post_hooks
+    own = {key: hook for key, hook in hooks.items() if not is_amplabs(hook)}
+    hooks.update({key: partial(_call, hook, failures) for key, hook in own.items()})
+    try:
+        yield
+    finally:
+        hooks.update({key: hook for key, hook in own.items() if key in hooks})  # a hook may remove itself
+
+
+def _call(hook: Observer, failures: list[str], *given: Any) -> None:
+    try:
+        hook(*given)
+    except Exception as failure:
+        if is_interrupt(failure):
+            raise
+        failures.append("".join(traceback.format_exception(failure)))
+
+
+def is_amplabs(hook: Any) -> bool:
+    """Whether a hook is one of a watch or a session."""
+    owner = getattr(hook, "__self__", hook)
+    return str(getattr(hook, "__module__", None) or type(owner).__module__).partition(".")[0] == "amplab"

@@ -21,6 +21,7 @@ from amplab.lab import (
     MODELS,
     TASKS,
     Experiment,
+    ExperimentConfig,
     Failed,
     Reading,
     Trainer,
@@ -354,6 +355,207 @@ def test_a_run_that_fails_within_a_step_does_not_replace_its_checkpoint(tmp_path
     for _ in range(20):
         whole.step()
     assert whole.step().loss == experiment.step().loss
+
+
+class Normed(nn.Module):
+    """Has running statistics, dropout, and may raise in its forward."""
+
+    def __init__(self, fails: list[str]) -> None:
+        super().__init__()
+        self.fails = fails
+        self.layers = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Dropout(0.2), nn.Linear(8, 3))
+
+    def __deepcopy__(self, memo):
+        other = Normed(self.fails)
+        other.load_state_dict(self.state_dict())
+        return other
+
+    def forward(self, rows):
+        out = self.layers(rows)
+        if "forward" in self.fails:
+            raise RuntimeError("out of memory")
+        return out
+
+
+ROWS = [(torch.randn(5, 6), torch.randint(0, 3, (5,))) for _ in range(3)]
+
+
+class Shaky(list):
+    """Batches that cannot be read for a while."""
+
+    def __init__(self, batches, fails):
+        super().__init__(batches)
+        self.fails = fails
+
+    def __iter__(self):
+        for batch in super().__iter__():
+            if "data" in self.fails:
+                raise OSError("stale file handle")
+            yield batch
+
+
+def shaky(fails: list[str], **changed) -> ExperimentConfig:
+    config = registered(Normed(fails), Shaky(ROWS, fails), loss=F.cross_entropy)
+    return config.changed(**changed)
+
+
+@pytest.mark.parametrize("call", ["run", "step", "step_in_stages", "start"])
+def test_a_batch_that_cannot_be_read_pauses_the_run_which_goes_on(call, tmp_path, listen):
+    """The error comes before anything has changed: a moment without a network drive must not cost the weights."""
+    fails: list[str] = []
+    config = shaky(fails)
+    trainer = Trainer(config, log=tmp_path)
+    trainer.run(13)
+    ear = listen(trainer)
+    fails.append("data")
+    if call == "run":
+        with pytest.raises(RuntimeError, match="stale file handle"):
+            trainer.run(5)
+    else:
+        getattr(trainer, call)()
+        assert trainer.wait(10)
+    assert (trainer.state, len(trainer.history)) == ("paused", 13)
+    (told,) = ear.of(Failed)
+    assert not told.fatal
+    assert "OSError: stale file handle" in told.text
+    saved, _ = Experiment.load(trainer.log_path.with_suffix(".checkpoint"))
+    fails.clear()
+    trainer.step()
+    assert trainer.wait(10)
+    losses = trainer.run(6).column("loss").tolist()
+    assert losses == Trainer(config).run(20).column("loss").tolist()
+    assert [saved.step().loss for _ in range(7)] == losses[13:]
+
+
+def test_a_run_that_a_batch_has_paused_is_kept_by_a_reset_and_continues():
+    fails: list[str] = []
+    config = shaky(fails)
+    trainer = Trainer(config)
+    trainer.run(13)
+    fails.append("data")
+    trainer.step()
+    assert trainer.wait(10)
+    fails.clear()
+    trainer.reset()
+    assert trainer.run(2).column("loss").tolist()
+    trainer.continue_from(trainer.kept.runs[0])
+    assert trainer.wait(10)
+    losses = trainer.run(7).column("loss").tolist()
+    assert losses == Trainer(config).run(20).column("loss").tolist()
+
+
+def of_ten_steps(weights):
+    stepped = torch.optim.SGD(weights, lr=0.1)
+    schedule = lr_scheduler.OneCycleLR(stepped, 0.5, total_steps=10)
+    stepped.register_step_post_hook(lambda *_: schedule.step())
+    return stepped
+
+
+def test_a_comparison_says_that_a_schedule_raises_at_its_end():
+    trainer = Trainer(registered(Normed([]), ROWS, loss=F.cross_entropy, optimizer=of_ten_steps))
+    trainer.compare([trainer.config], steps=30)
+    assert trainer.wait(20)
+    (run,) = trainer.kept.runs
+    assert "Tried to step 11 times" in run.error.splitlines()[0]
+
+
+@pytest.mark.parametrize("level", ["O0", "O1", "O2"])
+def test_a_schedule_that_raises_at_its_end_leaves_the_run_whole(level, tmp_path):
+    """The weights have the step already when a hook after it raises: its record must be there, too."""
+
+    config = registered(Normed([]), ROWS, loss=F.cross_entropy, optimizer=of_ten_steps).changed(opt_level=level)
+    trainer = Trainer(config, log=tmp_path)
+    with pytest.raises(RuntimeError, match="Tried to step 11 times"):
+        trainer.run(30)
+    assert (trainer.state, len(trainer.history)) == ("paused", 11)
+    saved, _ = Experiment.load(trainer.log_path.with_suffix(".checkpoint"))
+    with pytest.raises(RuntimeError, match="Tried to step 12 times"):
+        trainer.run(30)
+    whole = Experiment(config)
+    losses = [whole.step().loss for _ in range(12)]
+    assert trainer.history.column("loss").tolist() == losses
+    assert saved.step().loss == losses[11]
+    trainer.change(lr=0.01, optimizer="sgd")
+    assert len(trainer.run(3)) == 15
+
+
+@pytest.mark.parametrize("level", ["O0", "O1", "O2"])
+def test_a_run_that_fails_in_a_forward_is_saved_as_it_was_before_that_step(level, tmp_path):
+    """A forward changes running statistics at most, so no step is lost; runs of seconds have no other checkpoint."""
+    fails: list[str] = []
+    config = shaky(fails, opt_level=level)
+    trainer = Trainer(config, log=tmp_path)
+    trainer.start()
+    while len(trainer.history) < 13:
+        time.sleep(0.001)
+    fails.append("forward")
+    assert trainer.wait(10)
+    assert trainer.state == "failed"
+    steps, path = len(trainer.history), trainer.log_path.with_suffix(".checkpoint")
+    assert str(path) in trainer.failures[-1].text
+    fails.clear()
+    saved, _ = Experiment.load(path)
+    assert saved.steps_done == steps
+    whole = Experiment(config)
+    for _ in range(steps):
+        whole.step()
+    for mine, its in zip(saved.model.state_dict().values(), whole.model.state_dict().values(), strict=True):
+        assert torch.equal(mine, its)
+    assert [saved.step().loss for _ in range(4)] == [whole.step().loss for _ in range(4)]
+
+
+def test_a_second_loss_that_raises_leaves_the_scale_of_the_first_as_it_was(tmp_path):
+    """Its backward has counted the step already: saved so, the scale would grow a step early."""
+    fails: list[str] = []
+
+    def real(models, batch):
+        return F.cross_entropy(models["D"](batch[0]), batch[1])
+
+    def fake(models, batch):
+        if fails:
+            raise RuntimeError("out of memory")
+        return models["D"](batch[0]).square().mean()
+
+    def optimizer(weights):
+        return torch.optim.SGD(weights, lr=0.1)
+
+    models = {"D": Normed([])}
+    config = registered(models, ROWS, step={"D": [real, fake]}, optimizer={"D": optimizer})
+    trainer = Trainer(config.changed(growth_interval=5), log=tmp_path)
+    trainer.run(8)
+    trainer.step()  # which is not saved yet
+    assert trainer.wait(10)
+    fails.append("fake")
+    trainer.step()
+    assert trainer.wait(10)
+    assert trainer.state == "failed"
+    fails.clear()
+    saved, whole = Experiment.load(trainer.log_path.with_suffix(".checkpoint"))[0], Experiment(trainer.config)
+    for _ in range(9):
+        whole.step()
+    assert [each.state for each in saved.session.scalers] == [each.state for each in whole.session.scalers]
+
+
+def test_a_forward_that_has_written_to_weights_before_it_raised_is_not_saved(tmp_path):
+    fails: list[str] = []
+
+    class Clipping(Normed):
+        def forward(self, rows):
+            with torch.no_grad():
+                for each in self.parameters():
+                    each.clamp_(-0.5, 0.5)
+            return super().forward(rows)
+
+    trainer = Trainer(registered(lambda: Clipping(fails), ROWS, loss=F.cross_entropy), log=tmp_path)
+    trainer.run(13)
+    path = trainer.log_path.with_suffix(".checkpoint")
+    trainer.step()
+    assert trainer.wait(10)
+    fails.append("forward")
+    trainer.step()
+    assert trainer.wait(10)
+    assert (trainer.state, len(trainer.history)) == ("failed", 14)
+    assert Experiment.load(path)[0].steps_done == 13
 
 
 def test_a_change_of_the_accumulation_goes_on_with_the_next_batch(tmp_path):
