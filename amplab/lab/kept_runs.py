@@ -1,15 +1,17 @@
 """The runs beside the present one: kept when a reset or another model replaces them, or trained to compare precisions.
 
 A kept run is its history in memory, what was measured at its end, and, while memory allows, its experiment, from which
-it can continue. At most `MOST_RUNS` are kept; the logs on disk stay, also of a run that is removed.
+it can continue. One whose experiment is dropped continues from a checkpoint, which its owner writes before. At most
+`MOST_RUNS` are kept; the logs on disk stay, also of a run that is removed.
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import count
+from pathlib import Path
 
 import numpy as np
 
@@ -49,6 +51,7 @@ class KeptRun:
         config: The config in effect at its end.
         store: Its history and its log.
         experiment: What it can continue with, None if that was dropped.
+        saved: A checkpoint of its end, from which it continues if its experiment was dropped or has failed.
         memory: Bytes of its parameters, gradients, masters and optimizer state.
         activations: Bytes that one forward keeps for its backward; None if not measured.
         held_out: Score on the held-out data at its end; None if not measured.
@@ -72,6 +75,18 @@ class KeptRun:
     is_training: bool = False
     error: str = ""
     failure: Failed | None = None
+    saved: Path | None = None
+
+    @property
+    def can_continue(self) -> bool:
+        """Whether it has its weights, in memory or on disk, and is not in training; False for one that has failed."""
+        has_weights = (self.experiment is not None and not self.error) or self.is_saved
+        return has_weights and not self.is_training
+
+    @property
+    def is_saved(self) -> bool:
+        """Whether its checkpoint is there: a folder keeps those of a few runs."""
+        return self.saved is not None and self.saved.is_file()
 
     @property
     def history(self) -> History:
@@ -96,10 +111,11 @@ class KeptRuns:
 
     Args:
         changes: Where removing, renaming, showing and hiding are recorded.
+        save: Writes the checkpoint of a run whose experiment is about to be dropped, and returns it; None if it cannot.
     """
 
-    def __init__(self, changes: UndoList) -> None:
-        self._changes = changes
+    def __init__(self, changes: UndoList, save: Callable[[KeptRun], Path | None] = lambda _run: None) -> None:
+        self._changes, self._save = changes, save
         self._lock = threading.RLock()
         self._runs: list[KeptRun] = []
         self._numbers = 0
@@ -128,12 +144,12 @@ class KeptRuns:
         raise ValueError(f"run {number} is not kept any more; the kept runs are {numbers}.")
 
     def can_continue(self, run: KeptRun) -> bool:
-        """Return whether a run is still kept, with its weights, and is not in training."""
-        return run in self.runs and run.experiment is not None and not run.is_training
+        """Return whether a run is still kept, with its weights, and is not in training; one that has failed, too."""
+        return run in self.runs and (run.can_continue or (run.experiment is not None and not run.is_training))
 
     def check_can_continue(self, run: KeptRun) -> None:
         """Raise a ValueError unless a run can be continued."""
-        if run.error:
+        if run.error and not run.is_saved:
             raise ValueError(f"{run.name} cannot continue, because its training failed; restore its setting instead.")
         if not self.can_continue(run):
             why = "it is in training" if run.is_training else "its weights are not kept any more"
@@ -149,6 +165,7 @@ class KeptRuns:
         is_compared: bool = False,
         is_training: bool = False,
         failure: Failed | None = None,
+        saved: Path | None = None,
     ) -> KeptRun:
         """Add a run and return it; drop what exceeds the limits."""
         with self._lock:
@@ -157,12 +174,17 @@ class KeptRuns:
             free = next(each for each in _candidates(name) if each not in taken)
             run = KeptRun(self._numbers, free, config, store, experiment, experiment.memory(), is_compared=is_compared)
             run.failure, run.error = failure, "Training failed." if failure else ""
-            run.is_training = is_training
-            self.put(run)
-            return run
+            run.is_training, run.saved = is_training, saved
+            self._insert(run)
+        self._bound_bytes()
+        return run
 
     def put(self, run: KeptRun, place: int | None = None) -> None:
         """Add a run at its place, None for the end; drop what exceeds the limits."""
+        self._insert(run, place)
+        self._bound_bytes()
+
+    def _insert(self, run: KeptRun, place: int | None = None) -> None:
         with self._lock:
             self._runs.insert(len(self._runs) if place is None else place, run)
             others = [each for each in self._runs if each is not run and not each.is_training]  # run may be the oldest
@@ -172,7 +194,6 @@ class KeptRuns:
             shown = [each for each in self._runs if each.is_shown and each is not run]
             for old in shown[: max(0, len(shown) + run.is_shown - MOST_SHOWN)]:
                 old.is_shown = False
-            self._bound_bytes()
             self.version += 1
 
     def take(self, run: KeptRun) -> int:
@@ -230,13 +251,15 @@ class KeptRuns:
         self.touch()
 
     def _bound_bytes(self) -> None:
-        """Drop the experiments of the oldest runs until the rest fit into `MOST_BYTES`."""
+        """Drop the experiments of the oldest runs until the rest fit into `MOST_BYTES`; save them before."""
         held = 0
-        for run in reversed(self._runs):
+        for run in reversed(self.runs):  # without the lock: saving takes its time, and tells what fails
             if run.experiment is not None:
                 held += run.memory.total + run.experiment.past_skips.nbytes
-            if held > MOST_BYTES and not run.is_training:
+            if held > MOST_BYTES and not run.is_training and run.experiment is not None:
+                run.saved = run.saved or self._save(run)
                 run.experiment = None
+                self.touch()
 
 
 def last_losses(history: History) -> list[float]:

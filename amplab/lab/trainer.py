@@ -22,12 +22,13 @@ from functools import partial
 from numbers import Integral
 from os import PathLike
 from pathlib import Path
+from typing import cast
 
 from amplab import kernels
 from amplab.amp import MemoryUse
 from amplab.amp.run_state.paths import given_path
 from amplab.diagnose import Findings, run_findings
-from amplab.display.numbers import count
+from amplab.display.numbers import count, size
 from amplab.lab.batches import ReadingStopped
 from amplab.lab.changes import config_changes
 from amplab.lab.checkpoints import Checkpoint
@@ -64,7 +65,7 @@ from amplab.lab.findings import (
     with_injected,
 )
 from amplab.lab.history import History
-from amplab.lab.kept_runs import KeptRun, KeptRuns
+from amplab.lab.kept_runs import MOST_BYTES, KeptRun, KeptRuns
 from amplab.lab.memory_count import level_memory
 from amplab.lab.rank_exchange import RankExchange, RankLost
 from amplab.lab.run_log.json_lines import is_number
@@ -99,7 +100,7 @@ class Trainer:
 
     What a step raises while it reads its batches, or in a hook after an optimizer's step, pauses the run, which can go
     on: see `paused_by`. What it raises in between fails the run. Until an optimizer has begun to step, the run is then
-    saved as it was before, if it has a log: a restarted kernel continues it there.
+    saved as it was before, if it has a log, and `continue_from` continues it there.
 
     The trainer's thread computes with one intra-op thread, which makes runs repeatable and leaves the other cores to
     the browser. Other threads keep their number.
@@ -141,7 +142,7 @@ class Trainer:
         self._step_limit = step_limit
         self._publisher = Publisher()
         self._changes = UndoList()
-        self._kept = KeptRuns(self._changes)
+        self._kept = KeptRuns(self._changes, self._save_dropped)
         self._comparison: Comparison | None = None
         self._store = self._new_store(self._experiment.config)
         self._retired = RetiredLogs()
@@ -169,6 +170,7 @@ class Trainer:
         self._speed: float | None = None
         self._due = 0.0  # when the next step may begin, by time.monotonic()
         self._failure: Failed | None = None  # of the present run; a reset has changed the state already
+        self._saved_at_failure: Path | None = None  # as it was before the step that failed
         self._paused_by: Failed | None = None  # since the last start
         self._has_reported_kernels = self._has_reported_buffers = False
         self._nonfinite_buffers: tuple[str, ...] = ()
@@ -462,7 +464,8 @@ class Trainer:
         """Continue a kept run, bit for bit as if it had not been replaced; the present run is kept.
 
         Raises:
-            ValueError: The run is not kept any more, failed, is in training, or its weights were dropped.
+            ValueError: The run is not kept any more or is in training, or has no weights from before it failed, or
+                since they were dropped, in memory or on disk.
         """
         self._kept.check_can_continue(run)
         with self._lock:
@@ -943,7 +946,8 @@ class Trainer:
         self._experiment.task.tell_of_reading(self._goes_on_reading)
         self._experiment.goes_on = self._goes_on_training
         self._explainer = self._new_explainer()
-        self._failure, self._paused_by, self._has_reported_buffers = None, None, False
+        self._failure = self._saved_at_failure = self._paused_by = None
+        self._has_reported_buffers = False
         self._nonfinite_buffers = experiment.nonfinite_buffers()
         self._publisher.forget_run()
         self._memory = None
@@ -954,7 +958,9 @@ class Trainer:
         self._retired.add(self._store)
         if not len(self.history):
             return None
-        kept = self._kept.keep(self._name, self.config, self._store, self._experiment, failure=self._failure)
+        kept = self._kept.keep(
+            self._name, self.config, self._store, self._experiment, failure=self._failure, saved=self._saved_at_failure
+        )
         self._worker.post(partial(self._measure, kept))
         return kept
 
@@ -966,11 +972,15 @@ class Trainer:
         self._saver.end()
         self._experiment.task.rest()
 
-    def _bring_back(self, run: KeptRun, *, is_undo: bool = False) -> None:
-        """Continue a kept run in place of the present one."""
-        experiment = run.experiment
-        if experiment is None or not self._kept.can_continue(run):
-            return  # dropped since it was asked for
+    def _bring_back(self, run: KeptRun, *, is_undo: bool = False) -> bool:
+        """Continue a kept run in place of the present one; return whether it does."""
+        if not self._kept.can_continue(run):
+            return False  # dropped since it was asked for
+        is_read = run.is_saved and (run.experiment is None or run.failure is not None)
+        experiment = self._read_back(run) if is_read else run.experiment
+        if experiment is None:
+            return False
+        failure = None if is_read else run.failure
         self._kept.take(run)  # first: keeping the present run may drop the oldest one, or its weights
         previous, replaced = self.config, self._retire()
         if not is_undo:
@@ -978,12 +988,38 @@ class Trainer:
         self._retired.take_back(run.store)
         run.store.reopen()
         self._present(run.name, experiment, run.store, previous)
-        self._failure = run.failure
-        if run.failure is not None:
-            self._publisher.publish(run.failure)
+        self._tell_left_out(run.name, experiment)
+        self._failure = failure
+        if failure is not None:
+            self._publisher.publish(failure)
         with self._lock:
-            if not self._stops and (self._state != "running" or run.failure):
-                self._enter("failed" if run.failure else "paused", again=True)
+            if not self._stops and (self._state != "running" or failure):
+                self._enter("failed" if failure else "paused", again=True)
+        return True
+
+    def _read_back(self, run: KeptRun) -> Experiment | None:
+        """Return the experiment of a kept run from its checkpoint; None, which is told, if it cannot be read."""
+        try:
+            return Experiment.load(cast(Path, run.saved), run.config)[0]
+        except BaseException:  # noqa: BLE001 - also of a function of one's own that makes the model
+            text = f"{run.name} cannot continue from {run.saved}; the present run is not changed."
+            self._publisher.publish(Failed(f"{text}\n{traceback.format_exc()}", attempted=True))
+            return None
+
+    def _save_dropped(self, run: KeptRun) -> Path | None:
+        """Save a kept run whose weights are about to be dropped, or tell that it cannot continue any more."""
+        if run.is_compared or run.failure is not None or run.experiment is None:
+            return None
+        saved = None
+        if self._exchange is None:  # ranks save together
+            saved = self._saver.save(run.experiment, run.store, is_running=False, at_rest=True)
+        if saved is None:
+            self._report(
+                f"{run.name} cannot continue any more: its weights, gradients and optimizer states have "
+                f"{size(run.memory.total)}, runs beside the present one keep {size(MOST_BYTES)} in memory, and there "
+                "is no checkpoint of its last step. Its history and its setting are kept."
+            )
+        return saved
 
     def _restore(self, saved: Checkpoint) -> None:
         """Continue a saved run in place of the present one."""
@@ -1000,14 +1036,18 @@ class Trainer:
         self._record_replacing(f"Continued the {saved.name}", replaced, previous)
         self._runs_begun += 1
         self._present(saved.name.capitalize(), experiment, store, previous)
-        if experiment.left_out:
-            text = f"The {saved.name} continues, and {', '.join(experiment.left_out)} begins anew"
-            self._publisher.publish(Failed(f"{text}: a checkpoint holds numbers, tensors and text.", attempted=True))
+        self._tell_left_out(f"The {saved.name}", experiment)
         if self._exchange is not None:
             store.restart(step=experiment.steps_done)
         with self._lock:
             if not self._stops:
                 self._enter("paused", again=True)
+
+    def _tell_left_out(self, name: str, experiment: Experiment) -> None:
+        """Tell what a checkpoint could not hold of an experiment that was read from one."""
+        if experiment.left_out:
+            text = f"{name} continues, and {', '.join(experiment.left_out)} begins anew"
+            self._publisher.publish(Failed(f"{text}: a checkpoint holds numbers, tensors and text.", attempted=True))
 
     def _restored(self, saved: Checkpoint) -> tuple[Experiment, RunStore]:
         """Return the experiment and the store of a saved run; a new log that later steps cannot follow is removed."""
@@ -1147,10 +1187,19 @@ class Trainer:
 
     def _fail(self, text: str) -> None:
         what = f"The run failed at step {len(self.history)}."
-        if self._exchange is None and self._experiment.take_back() and (saved := self._save(at_rest=True)) is not None:
-            what = f"{what} Its weights before that step are in its checkpoint, {saved}."
+        self._saved_at_failure = self._saved_at_failure or self._save_before_step()
+        if (saved := self._saved_at_failure) is not None:
+            what = f"{what} It is saved as it was before that step: reset it, then continue it under Runs. ({saved})"
         self._failure = Failed(f"{what}\n{text}", fatal=True)
         self._end_in_failure(self._failure)
+
+    def _save_before_step(self) -> Path | None:
+        """Save the run as it was before the step that has raised, if that is possible; return its checkpoint."""
+        try:
+            is_whole = self._exchange is None and self._experiment.take_back()
+            return self._save(at_rest=True) if is_whole else None
+        except BaseException:  # noqa: BLE001 - what the step has raised is told
+            return None
 
     def _end_in_failure(self, failure: Failed) -> None:
         if self._exchange is not None:

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch.nn.functional import mse_loss
 
-from amplab.lab import ExperimentConfig, Trainer, TwinReady, Undone, load_run
+from amplab.lab import ExperimentConfig, Failed, Trainer, TwinReady, Undone, load_run
 from amplab.lab.config import OVERRIDES
 from amplab.lab.kept_runs import MOST_RUNS, MOST_SHOWN
 from amplab.lab.own_task import forget_own, register_own
@@ -385,6 +385,97 @@ def test_a_run_whose_weights_fit_beside_the_present_ones_no_more_continues(monke
     assert trainer.wait(10)
     trainer.run(2)
     assert (trainer.state, len(trainer.history), trainer.failures) == ("paused", 5, ())
+    trainer.stop()
+
+
+@pytest.mark.parametrize("call", ["continue", "undo"])
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_a_run_whose_weights_exceed_what_is_kept_continues_from_disk(call: str, level: str, monkeypatch, tmp_path):
+    """A large model has its weights in memory once, and a reset must not cost what was trained."""
+    trainer = Trainer(SMALL.changed(opt_level=level), log=tmp_path)
+    trainer.run(7)
+    monkeypatch.setattr("amplab.lab.kept_runs.MOST_BYTES", trainer.memory().total // 2)
+    trainer.start()
+    trainer.reset()
+    trainer.run(3)
+    (kept,) = trainer.kept.runs
+    steps = len(kept.history)
+    assert (kept.experiment, kept.can_continue) == (None, True)
+    if call == "undo":
+        trainer.undo()
+    else:
+        trainer.continue_from(kept)
+    assert trainer.wait(10)
+    trainer.run(4)
+    assert losses(trainer.history) == plain_run(steps + 4, SMALL.changed(opt_level=level))
+    assert trainer.failures == ()
+    trainer.continue_from(trainer.kept.runs[-1])
+    assert len(trainer.run(2)) == 5
+    trainer.stop()
+    assert trainer.wait(10)
+    assert losses(load_run(kept.store.log_path).history) == losses(kept.history)
+
+
+@pytest.mark.parametrize("loses", ["log", "checkpoint"])
+def test_a_run_whose_weights_are_dropped_for_good_is_told(loses: str, monkeypatch, tmp_path, listen) -> None:
+    trainer = Trainer(SMALL, log=None if loses == "log" else tmp_path)
+    ear = listen(trainer)
+    trainer.run(3)
+    monkeypatch.setattr("amplab.lab.kept_runs.MOST_BYTES", trainer.memory().total // 2)
+    trainer.reset()
+    assert trainer.wait(10)
+    (kept,) = trainer.kept.runs
+    if loses == "log":
+        (told,) = ear.of(Failed)
+        assert told.text.startswith("Run 1 cannot continue any more")
+        assert trainer.failures == (told,)  # after the reset, which forgets what is of the run
+    else:
+        kept.saved.unlink()  # as for the checkpoints of newer runs
+    assert (kept.can_continue, trainer.last_change) == (False, None)
+    with pytest.raises(ValueError, match="its weights are not kept any more"):
+        trainer.continue_from(kept)
+    trainer.stop()
+
+
+def test_a_dropped_run_whose_checkpoint_is_damaged_leaves_the_present_one(monkeypatch, tmp_path) -> None:
+    trainer = Trainer(SMALL, log=tmp_path)
+    trainer.run(3)
+    monkeypatch.setattr("amplab.lab.kept_runs.MOST_BYTES", trainer.memory().total // 2)
+    trainer.reset()
+    trainer.run(2)
+    (kept,) = trainer.kept.runs
+    kept.saved.write_bytes(kept.saved.read_bytes()[:-100])
+    trainer.continue_from(kept)
+    assert trainer.wait(10)
+    assert "Run 1 cannot continue from" in trainer.failures[-1].text
+    assert len(trainer.run(2)) == 4
+    assert trainer.kept.runs == (kept,)
+    trainer.stop()
+
+
+@pytest.mark.parametrize("call", ["continue", "undo"])
+def test_a_run_that_failed_in_a_forward_continues_from_the_step_before(call: str, tmp_path) -> None:
+    trainer = Trainer(SMALL, log=tmp_path)
+    trainer.run(6)
+
+    def fail(*_given: object) -> None:
+        raise RuntimeError("out of memory")
+
+    trainer._experiment.model.register_forward_hook(fail)
+    with pytest.raises(RuntimeError, match="out of memory"):
+        trainer.run(5)
+    trainer.reset()
+    trainer.run(2)
+    (kept,) = trainer.kept.runs
+    assert kept.can_continue
+    if call == "undo":
+        trainer.undo()
+    else:
+        trainer.continue_from(kept)
+    assert trainer.wait(10)
+    assert trainer.state == "paused"
+    trainer.run(5)
+    assert losses(trainer.history) == plain_run(11)
     trainer.stop()
 
 

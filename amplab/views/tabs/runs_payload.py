@@ -228,7 +228,7 @@ def _kept_row(run: KeptRun, style: Style | None, present: ExperimentConfig) -> d
         "is_training": run.is_training,
         "outcome": outcome(run),
         "activations": "–" if run.activations is None else size(run.activations),
-        "can_continue": run.experiment is not None and not run.is_training and not run.error,
+        "can_continue": run.can_continue,
     }
 
 
