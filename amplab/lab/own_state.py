@@ -64,7 +64,9 @@ _MOST_ELEMENTS = 1_000  # of a container, unless all are numbers or text
 _DEPTH = 5
 _SCALARS = (bool, int, float, str, type(None))
 _CONTAINERS = (list, tuple, dict, set, frozenset, deque, OrderedDict, Counter, defaultdict)
-_LIVE = (threading.Thread, BaseProcess, Queue, Future, Executor, io.IOBase, type(threading.Lock()))
+_THREADS = (threading.Thread, BaseProcess, Queue, Future, Executor, threading.Condition, threading.Event)
+_LOCKS = (type(threading.Lock()), type(threading.RLock()))
+_LIVE = (*_THREADS, *_LOCKS, io.IOBase)
 _KIND = "amplab.kind"  # marks what a checkpoint has no type of its own for
 
 _OF_LOADER = ("dataset", "sampler", "batch_sampler", "collate_fn")
@@ -202,7 +204,7 @@ def _parts(value: Any) -> Iterator[tuple[str, MutableMapping[str, Any] | None, d
         yield "", None, _objects_in({"func": value.func, "args": value.args, "keywords": value.keywords})
     elif isinstance(value, list | tuple | dict):
         yield "", None, _objects_in(dict(value if isinstance(value, dict) else enumerate(value)))
-    elif _is_ones_own(value):
+    elif _is_ones_own(value) and not _has(value, _THREADS + _LOCKS):  # which a thread changes meanwhile
         names = _Attributes(value)
         yield "", names, _objects_in(names)
 
@@ -227,6 +229,10 @@ def _is_ones_own(value: Any) -> bool:
     if isinstance(value, (type, ModuleType, Tensor, nn.Module, Optimizer, LRScheduler, *GENERATORS, *_LIVE)):
         return False
     return isinstance(getattr(value, "__dict__", None), dict) and not _is_of_library(type(value).__module__)
+
+
+def _has(value: Any, kinds: tuple[type, ...]) -> bool:
+    return any(isinstance(each, kinds) for each in vars(value).values())
 
 
 @functools.cache
@@ -490,7 +496,7 @@ def _copy_of_object(value: Any, memo: dict[int, Any]) -> Any:
             raise
         return value
     parts = getattr(one, "__dict__", {})  # a loader lets no one set its parts
-    if one is value or any(isinstance(each, _LIVE) for each in parts.values()):
+    if one is value or _has(value, _LIVE):
         return one
     memo[id(value)] = value, one
     for name in _OF_LOADER if isinstance(value, DataLoader) else [*parts]:

@@ -271,6 +271,7 @@ def test_a_copy_has_lists_and_objects_of_its_own_and_shares_tensors_threads_and_
     assert other.part.order is other.order
     assert other.data is one.data
     assert other.worker.queue is one.worker.queue, "its thread fills that of the original"
+    assert {*own_state({"one": one})} == {"one", "one.part"}, "its thread changes it meanwhile"
 
 
 def test_what_is_there_is_written_in_place_and_a_method_stays_one():

@@ -216,7 +216,7 @@ def test_gradients_are_drawn_when_their_tab_is_opened(lab: Dashboard, until) -> 
     opened = time.monotonic()
     panels.tab = "gradients"
     until(lambda: panels.shown("gradients"))
-    assert time.monotonic() - opened < 1
+    assert time.monotonic() - opened < 5
     assert "output.bias" in [layer["name"] for layer in panels.shown("gradients")["layers"]]
     first = panels.shown("gradients")["curves"]["unscaled"]
     tell(parts(lab).controls, type="step")
