@@ -2,9 +2,11 @@
 
 An epoch is one pass over the iterable, begun with random states that depend on the seed and the epoch alone, so that a
 loader that shuffles gives the same order after a reset. The states of the process are restored after each batch, and
-so are those of generators that the data have themselves; see `data_generators`. What the data count in attributes is,
-whenever an epoch begins, as it was when the epoch began first; see `own_state`. The latest batches are kept; an older
+so are those of generators that the data have themselves; see `data_generators`. The latest batches are kept; an older
 one is found by a second pass, so no data set is held in memory.
+
+Data may count in attributes, as a sampler its epochs. In another process the epoch in which a run goes on begins with
+what they kept when it began first; see `own_state`.
 """
 
 from __future__ import annotations
@@ -23,8 +25,9 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from amplab.amp.run_state.rng_state import capture_rng, restore_rng
 from amplab.lab.data_generators import DataGenerators
-from amplab.lab.own_state import State, changes, merged, own_copy, own_state, restore_state
+from amplab.lab.own_state import State, add_state, changes, lost_changes, own_state
 from amplab.policies.nested_tensors import map_tensors, tensors_in
+from amplab.policies.signals import is_interrupt
 from amplab.trace.random_states import random_states_kept, seed_all
 
 __all__ = ["Batches", "ReadingStopped", "check_data"]
@@ -34,9 +37,6 @@ KEPT = 32
 
 KEPT_BYTES = 2**28
 """Bytes of the kept batches together, beyond the two latest ones."""
-
-KEPT_EPOCHS = 8
-"""Epochs, besides the first one, whose beginning can be found again where data count in attributes."""
 
 _ROOT = "data"
 _PATIENCE = 1.0  # seconds of reading without a word
@@ -112,7 +112,8 @@ class Batches:
     def __init__(self, data: Any, seed: int, generators: DataGenerators | None = None) -> None:
         self._data, self._seed, self._generators = _copy_of(data), seed, generators or DataGenerators()
         self._given = own_state({_ROOT: self._data})
-        self._states: OrderedDict[int, State] = OrderedDict({0: self._given})  # at the beginning of an epoch
+        self._states: dict[int, State] = {}  # at the beginning of the latest epochs
+        self._of_earlier: dict[int, State] = {}  # what the data kept in another process
         self._starts = [(0, 0)]  # the first step of an epoch, and the epoch, as far as known
         self._passes: list[_Pass] = []  # the one behind the run, and one for older batches
         self._kept: OrderedDict[int, Any] = OrderedDict()
@@ -133,9 +134,15 @@ class Batches:
         """Return the first step and the number of the epoch of a step, or of the last one before it that is known."""
         return self._starts[bisect_right(self._starts, step, key=lambda start: start[0]) - 1]
 
-    def state_of(self, epoch: int) -> State:
-        """Return what the data kept at the beginning of an epoch, as far as that is not what they were given with."""
-        return changes(self._states.get(epoch, {}), self._given)
+    def state_of(self, epoch: int) -> tuple[State, list[str]]:
+        """Return what the data kept at the beginning of an epoch besides what they were given with, and what is lost.
+
+        Of an epoch that has not begun it is what they keep now.
+        """
+        if epoch in self._of_earlier and epoch not in self._states:
+            return self._of_earlier[epoch], []
+        state = self._states.get(epoch) or own_state({_ROOT: self._data})
+        return changes(state, self._given), lost_changes(state, self._given)
 
     def know_epoch(self, start: int, epoch: int, state: State | None = None) -> None:
         """Take over what `epoch_of` and `state_of` returned for another run.
@@ -146,7 +153,7 @@ class Batches:
         if self._starts[place : place + 1] != [(start, epoch)]:
             self._starts.insert(place, (start, epoch))
         if state is not None:
-            self._keep_state(epoch, merged(self._given, state))
+            self._of_earlier[epoch] = state
 
     def rest(self) -> None:
         """End the passes and their workers; the next batch that is not kept begins another one."""
@@ -205,16 +212,12 @@ class Batches:
             return _Pass(given, _iterator(data), epoch, start, start, capture_rng(), self._generators.states())
 
     def _begin_state(self, given: Any, epoch: int) -> None:
-        """Let the data keep what they did when the epoch began first; the first time it is noted."""
-        if epoch in self._states:
-            restore_state({_ROOT: given}, self._states[epoch])
-        else:
-            self._keep_state(epoch, own_state({_ROOT: given}))
-
-    def _keep_state(self, epoch: int, state: State) -> None:
-        self._states[epoch] = state
-        while len(self._states) > KEPT_EPOCHS:
-            del self._states[min(each for each in self._states if each)]
+        """Note what the data keep as an epoch begins; if it has begun in another process, as it was there."""
+        if epoch in self._of_earlier:
+            add_state({_ROOT: given}, self._of_earlier[epoch])
+        self._states.setdefault(epoch, own_state({_ROOT: given}))
+        while len(self._states) > 2:
+            del self._states[min(self._states)]
 
     def _keep(self, step: int, batch: Any) -> None:
         self._kept[step] = _copied(batch)  # data may write the next one into the same memory
@@ -223,17 +226,32 @@ class Batches:
 
 
 def _copy_of(data: Any) -> Any:
-    """Return a copy of an iterable, which may keep its place or count its epochs in itself; tensors are not copied.
+    """Return a copy of an iterable, which may keep its place or count its epochs in itself; the data are not copied.
 
     A loader has workers that end with the pass, with their random states, and not by Ctrl-C: an interrupt of a kernel,
     or in a terminal, reaches all processes.
     """
-    if type(data) in (list, tuple) or _is_function(data):
+    if type(data) in (list, tuple) or _is_function(data) or hasattr(data, "__del__"):
+        return data  # the end of a copy could close a file of both
+    try:
+        one = copy.copy(data)
+    except Exception as refusal:
+        if is_interrupt(refusal):
+            raise
         return data
-    one = own_copy(data)
-    if one is not data and isinstance(one, DataLoader) and one.num_workers:
-        vars(one).update(persistent_workers=False, worker_init_fn=_Uninterrupted(one.worker_init_fn))
+    if isinstance(one, DataLoader):
+        vars(one).update(_parts_of_loader(one))  # a loader lets no one set them
     return one
+
+
+def _parts_of_loader(loader: DataLoader[Any]) -> dict[str, Any]:
+    sampler, batches = _copy_of(loader.sampler), _copy_of(loader.batch_sampler)
+    if "sampler" in getattr(batches, "__dict__", ()):
+        batches.sampler = sampler if batches.sampler is loader.sampler else _copy_of(batches.sampler)
+    parts = {"sampler": sampler, "batch_sampler": batches}
+    if loader.num_workers:
+        parts |= {"persistent_workers": False, "worker_init_fn": _Uninterrupted(loader.worker_init_fn)}
+    return parts
 
 
 def _iterator(data: Any) -> Iterator[Any]:

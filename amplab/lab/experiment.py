@@ -25,6 +25,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
+from functools import partial
 from pathlib import Path
 from typing import Any, Concatenate, ParamSpec, TypeVar, cast
 
@@ -52,7 +53,7 @@ from amplab.lab.faults import (
     with_nan,
 )
 from amplab.lab.models import MODELS, build_model
-from amplab.lab.own_state import State, add_state, changes, lost_changes, own_state, own_state_kept
+from amplab.lab.own_state import State, add_state, changes, lost_changes, own_state
 from amplab.lab.past_skips import PastSkip, PastSkips
 from amplab.lab.rank_exchange import RankExchange
 from amplab.lab.saved_experiment import all_buffers, read_saved, shape_of, unsaved_buffers
@@ -72,7 +73,7 @@ from amplab.policies.nested_tensors import floating_tensors_in
 from amplab.policies.signals import is_interrupt
 from amplab.scalers import ScaleState
 from amplab.trace import Trace, trace_step, xray
-from amplab.trace.as_found import leaves_as_found
+from amplab.trace.as_found import Undo, leaves_as_found, rebind
 from amplab.trace.forwarded_modules import buffers_kept
 from amplab.trace.handed_step import ModelGroup
 from amplab.trace.kept_tensors import KeptBytes
@@ -123,11 +124,14 @@ R = TypeVar("R")
 
 
 def _is_look(look: Callable[Concatenate[Experiment, P], R]) -> Callable[Concatenate[Experiment, P], R]:
-    """Let a look at the next step leave what objects of one's own keep in attributes, such as a count of calls."""
+    """Let a look at the next step leave the attributes of losses, too, such as a count of calls."""
 
     @functools.wraps(look)
     def looking(self: Experiment, /, *args: P.args, **named: P.kwargs) -> R:
-        with own_state_kept(self._roots(), self._weights_and_buffers):
+        with Undo() as undo:
+            for loss in self._task.parts_with_state().values():
+                for module in loss.modules():
+                    undo.add(partial(rebind, vars(module), dict(vars(module))))
             return look(self, *args, **named)
 
     return looking
@@ -385,16 +389,18 @@ class Experiment:
             RunStateError: A state holds a value that the file cannot hold.
         """
         schedules = schedules_in_hooks(self._optimizers)
+        place, kept = self._task.place_in_data(self._batch_in_data(self._step)), self._own_state()
+        lost = [*left_out(schedules), *place.pop("left_out", ()), *lost_changes(kept, self._given_state)]
         here = {
             "config": str(self._config),
             "digests": dict(task_choice(self._config.task).digests),
             "armed": sorted(self.armed),
-            **self._task.place_in_data(self._batch_in_data(self._step)),
+            **place,
             "accumulates_since": list(self._accumulates_since),
             "buffers": {name: buffers[key] for name, buffers, key in unsaved_buffers(self._model, self._shapes)},
             "schedules": states_of(schedules),
-            "own": changes(kept := self._own_state(), self._given_state),
-            "left_out": [*left_out(schedules), *lost_changes(kept, self._given_state)],
+            "own": changes(kept, self._given_state),
+            "left_out": lost,
             "learning_rate": self._config.learning_rate,
             "seconds": 0.0 if self._began is None else time.perf_counter() - self._began,
         }
@@ -940,10 +946,7 @@ class Experiment:
         return {"model": self._model, **self._task.parts_with_state(), **optimizers}
 
     def _own_state(self) -> State:
-        return own_state(self._roots(), self._weights_and_buffers())
-
-    def _weights_and_buffers(self) -> list[Tensor]:
-        return [*self._model.parameters(), *self._model.buffers()]
+        return own_state(self._roots(), (*self._model.parameters(), *self._model.buffers()))
 
     def _device(self) -> torch.device | None:
         return next((each.device for each in self._model.parameters()), None)

@@ -114,17 +114,18 @@ def open(
     an experiment runs, each step seeds the generators of torch, Python and NumPy, and restores them: pause it before a
     cell that needs random numbers of its own. In a restarted kernel a run continues with its parameters and buffers,
     its optimizers, and schedules that step in their hooks. So does what the model, a loss that is a module, optimizers,
-    their hooks and the data keep in attributes, such as a counter: numbers, text, tensors, arrays, and lists and dicts
-    of them. What functions name, as a global variable, and what `step` keeps, begins anew.
+    their hooks, and data with samplers and datasets keep in attributes of their own, such as a counter: numbers, text,
+    tensors, arrays of numbers, and lists and dicts of them. What functions and `step` name, and other objects in
+    attributes, begin anew.
 
     Args:
         config: An `ExperimentConfig`, or its string as a dashboard's `config()` returns it; None for the default one.
         model: A `torch.nn.Module` in float32, a list or dict of several, or a function that returns one.
         data: An iterable of batches that can be read again, such as a `DataLoader` or a list, or a function that
             returns one. Every run has the same batches; generators in the attributes of the data, as a `DataLoader` has
-            one, begin as they are now, and workers begin anew for each epoch. All runs share what a function names,
-            such as a list that it shuffles: pass an object that has the list. `amplab.xray` says how the model is
-            called with a batch.
+            one, begin as they are now, and workers begin anew for each epoch. The object itself and the samplers of a
+            loader are copied for each run; what they have in attributes, such as a list that is shuffled in place, all
+            runs share. `amplab.xray` says how the model is called with a batch.
         loss: A function of the output and the rest of the batch; None for the output's own loss.
         step: Instead of `loss`, a function that is called as ``step(model, batch)`` with the model that the lab trains,
             runs its forward and returns the loss. Of several models in a dict, a dict of functions by model.

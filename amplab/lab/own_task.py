@@ -114,14 +114,15 @@ class OwnTask(Task):
     def place_in_data(self, step: int) -> dict[str, Any]:
         """Return the first step and the number of the epoch of a batch, and what the data kept when it began."""
         start, epoch = self._batches.epoch_of(step)
-        return {"epoch": [start, epoch], "data": self._batches.state_of(epoch)}
+        state, lost = self._batches.state_of(epoch)
+        return {"epoch": [start, epoch], "data": state, "left_out": lost}
 
     def know_place(self, place: Mapping[str, Any]) -> None:
         """Take over what `place_in_data` returned in another process; an older checkpoint has less."""
         if epoch := place.get("epoch"):
             self._batches.know_epoch(epoch[0], epoch[1], place.get("data"))
 
-    def parts_with_state(self) -> dict[str, Any]:
+    def parts_with_state(self) -> dict[str, nn.Module]:
         """Return the losses that are modules."""
         return self._modules_of_losses
 

@@ -285,13 +285,14 @@ class Flaky(Dataset):
     """Fails to read an example once, as a disk of the network does."""
 
     def __init__(self):
-        self.failures = iter([5])  # no attribute that is put back when the epoch begins again
+        self.fails = True
 
     def __len__(self):
         return 12
 
     def __getitem__(self, index):
-        if index == 5 and next(self.failures, None):
+        if index == 5 and self.fails:
+            self.fails = False
             raise OSError("the disk does not answer")
         return torch.tensor([float(index), torch.rand(()).item()])
 

@@ -131,8 +131,8 @@ class Task(ABC):
     def know_place(self, place: Mapping[str, Any]) -> None:  # noqa: B027
         """Take over what `place_in_data` returned in another process."""
 
-    def parts_with_state(self) -> dict[str, Any]:
-        """Return the objects besides model and optimizers whose attributes may change in a run, by name."""
+    def parts_with_state(self) -> dict[str, nn.Module]:
+        """Return the losses that are modules, by name: their buffers and attributes may change in a run."""
         return {}
 
     def tell_of_reading(self, goes_on: Callable[[int], bool]) -> None:  # noqa: B027
