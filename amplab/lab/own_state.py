@@ -209,8 +209,8 @@ def _holders(roots: Mapping[str, Any]) -> Iterator[tuple[str, _Names]]:
         elif isinstance(names := getattr(value, "__dict__", None), dict) and not isinstance(value, type):
             without = _OF_EVERY_LOADER if isinstance(value, DataLoader) else frozenset()
             yield path, _Names(value, names, without)
-            parts = _OF_LOADER if isinstance(value, DataLoader) else names
-            waiting += [(f"{path}.{name}", names[name]) for name in parts if issubclass(type(names.get(name)), _READERS)]
+            parts = [(name, names.get(name)) for name in (_OF_LOADER if isinstance(value, DataLoader) else [*names])]
+            waiting += [(f"{path}.{name}", part) for name, part in parts if issubclass(type(part), _READERS)]
 
 
 # -- the values ----------------------------------------------------------------------------------------
