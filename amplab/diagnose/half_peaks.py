@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from amplab.diagnose.observed_step.values import writes_values
 from amplab.formats import FLOAT16
 from amplab.formats.stored_values import has_values, stored_values
 from amplab.trace.dispatch_mode import DispatchMode
@@ -147,7 +148,7 @@ class _Peaks(DispatchMode):
     def run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         usual = _all_usual(args)  # before an op in place writes
         result = func(*args, **kwargs)
-        if _is_dense(result) and result.dtype == torch.float16 and result.numel() and not func.is_view:
+        if writes_values(func) and _is_dense(result) and result.dtype == torch.float16 and result.numel():
             in_backward = torch._C._current_autograd_node() is not None
             size = stored_values(result.detach()).abs().float()
             # inf and 65504 itself are what masks are filled with

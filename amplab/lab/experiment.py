@@ -53,7 +53,7 @@ from amplab.lab.faults import (
     with_nan,
 )
 from amplab.lab.models import MODELS, build_model
-from amplab.lab.own_state import State, add_state, changes, lost_changes, own_state
+from amplab.lab.own_state import State, add_state, changes, in_another_session, lost_changes, own_state
 from amplab.lab.past_skips import PastSkip, PastSkips
 from amplab.lab.rank_exchange import RankExchange
 from amplab.lab.saved_experiment import all_buffers, read_saved, shape_of, unsaved_buffers
@@ -202,6 +202,7 @@ class Experiment:
         self._can_stop = not is_own and exchange is None
         self._scalers_before: tuple[ScaleState, ...] = ()
         self._versions_before: list[tuple[int, int]] = []
+        self._attributes_before: list[tuple[dict[str, Any], dict[str, Any]]] = []
         self._given: Sequence[Any] | None = None  # batches of a step that runs again
 
     @property
@@ -284,6 +285,7 @@ class Experiment:
         self._scalers_before = tuple(scaler.state for scaler in self._session.scalers)
         self._rerun.forget()
         self._rerun.remember(batches[0] if len(batches) == 1 else batches)
+        self._attributes_before = [(vars(module), dict(vars(module))) for module in self._own_modules()]
         self._versions_before, self.phase = self._versions(), "gradients"
         with self._taken_back_if_stopped():
             record = self._train_on(batches, self._began)
@@ -300,13 +302,15 @@ class Experiment:
         """Restore what a step that has raised in its forward or backward had changed; return whether that is all.
 
         Then what `save` saves is as before the step. It is not once an optimizer has begun to step, or if the forward
-        has written to weights or exchanged buffers. What a model keeps in attributes is not restored, nor saved; an
-        edit of a weight's `.data` is not noticed.
+        has written to weights or exchanged buffers. A list that a model keeps in an attribute and that the forward has
+        changed in place is not restored; an edit of a weight's `.data` is not noticed.
         """
         if self.phase != "gradients" or self._versions() != self._versions_before or not self._rerun.restore_buffers():
             return False
         for scaler, state in zip(self._session.scalers, self._scalers_before, strict=True):
             scaler.state = state
+        for names, before in self._attributes_before:
+            rebind(names, before)
         self._last, self.phase = None, ""  # the batch of the last step is not kept any more
         return True
 
@@ -598,6 +602,7 @@ class Experiment:
         faults = faults_in(last.injected)
 
         def disturbed(part: _Part) -> Tensor:
+            self._stop_if_wanted()
             loss = self._forward(self._model, part, batches[part.batch], last.step, faults)
             return self._disturbed(shrunk(loss, faults), part, last.loss_scale, faults)
 
@@ -914,6 +919,7 @@ class Experiment:
             self._initialize(old)
             self._session.load_state_dict(state)
             raise
+        self._given_state = in_another_session(self._given_state, self._own_state())
         if (kept := kept_scales(state, old, new)) is not None:
             self._session.load_state_dict(kept)
 
@@ -944,6 +950,11 @@ class Experiment:
             return {}
         optimizers = {f"optimizer {number}".removesuffix(" 0"): each for number, each in enumerate(self._optimizers)}
         return {"model": self._model, **self._task.parts_with_state(), **optimizers}
+
+    def _own_modules(self) -> Iterator[nn.Module]:
+        """The modules of the model and of losses whose class is one's own."""
+        for root in (self._model, *self._task.parts_with_state().values()):
+            yield from (each for each in root.modules() if not type(each).__module__.startswith(("torch.", "amplab.")))
 
     def _own_state(self) -> State:
         return own_state(self._roots(), (*self._model.parameters(), *self._model.buffers()))

@@ -29,11 +29,12 @@ from torch.optim import Optimizer
 from torch.utils.data import DataLoader, Dataset, Sampler, TensorDataset
 
 from amplab.amp.apex.before_initialize import hooks_of
+from amplab.amp.apex.optimizer_names import LENT_NAMES
 from amplab.amp.run_state.file_format import RunStateError, is_loadable
 from amplab.policies.signals import is_interrupt
 from amplab.trace.optimizer_hooks import is_amplabs
 
-__all__ = ["State", "add_state", "changes", "lost_changes", "own_state"]
+__all__ = ["State", "add_state", "changes", "in_another_session", "lost_changes", "own_state"]
 
 _MOST_BYTES = 2**26  # of tensors and arrays together; what is beyond is data rather than state
 _MOST_ELEMENTS = 1_000  # of a container, unless all are numbers or text
@@ -48,7 +49,7 @@ _READERS = (DataLoader, Dataset, Sampler)
 _OF_LOADER = ("dataset", "sampler", "batch_sampler")
 _OF_EVERY_LOADER = frozenset(vars(DataLoader(TensorDataset())))
 _OF_EVERY_MODULE = frozenset(vars(nn.Module()))
-_OF_EVERY_OPTIMIZER = frozenset(vars(torch.optim.SGD([torch.zeros(1)])))
+_OF_EVERY_OPTIMIZER = frozenset((*vars(torch.optim.SGD([torch.zeros(1)])), *LENT_NAMES))
 
 State = dict[str, dict[str, Any]]
 """Values by name, by the path of the object that has them."""
@@ -105,6 +106,17 @@ def add_state(roots: Mapping[str, Any], state: State, device: torch.device | Non
                 raise RunStateError(f"{path}.{name}: expected a value of an attribute ({error}).") from error
             if names.takes(name, value):
                 names[name] = value
+
+
+def in_another_session(state: State, now: State) -> State:
+    """Return `state` with the objects of now for those that are not kept: a session has replaced weights."""
+    return {
+        path: {
+            name: now[path][name] if _is_object(value) and name in now.get(path, {}) else value
+            for name, value in values.items()
+        }
+        for path, values in state.items()
+    }
 
 
 def _all_changes(state: State, before: State) -> Iterator[tuple[str, dict[str, Any]]]:
@@ -199,7 +211,8 @@ def _holders(roots: Mapping[str, Any]) -> Iterator[tuple[str, _Names]]:
                 yield f"{path}/{place}", _Names(module, vars(module), _OF_EVERY_MODULE)
                 yield f"{path}/{place} buffers", _Buffers(module, module._buffers)
         elif isinstance(value, Optimizer):
-            yield path, _Names(value, vars(value), _OF_EVERY_OPTIMIZER)
+            if not type(value).__module__.startswith(("torch.", "amplab.")):  # whose state_dict has all
+                yield path, _Names(value, vars(value), _OF_EVERY_OPTIMIZER)
             hooks = [hook for hooks in hooks_of(value) for hook in hooks.values() if not is_amplabs(hook)]
             waiting += [(f"{path} hook {place}", hook) for place, hook in enumerate(hooks)]
         elif isinstance(value, FunctionType):

@@ -226,7 +226,9 @@ def _register(code: OwnCode, taken: Set[str]) -> str:
         made = OwnTask(name, code, score, 0).optimizers(first, None)
         chosen = OWN
         rates |= {OWN: learning_rate(made[0].param_groups[0]) or 0.0}
-    batch = _try_one_step(OwnTask(name, code, score, 0), first)
+    task = OwnTask(name, code, score, 0)
+    digests = _digests(code, first, task.batch(0, 0))  # a forward may note in attributes what it draws
+    _try_one_step(task, first)
     label = type(first.get_submodule(code.trained[0]) if isinstance(first, ModelGroup) else first).__name__
     label = " + ".join(type(each).__name__ for each in first.children()) if isinstance(first, ModelGroup) else label
     TASKS[name] = TaskChoice(
@@ -238,7 +240,7 @@ def _register(code: OwnCode, taken: Set[str]) -> str:
         has_own_optimizer=code.has_optimizers,
         has_batch_size=False,
         has_opposed_losses=len(code.trained) > 1,
-        digests=_digests(code, first, batch),
+        digests=digests,
     )
     MODELS[_free_model_name(label)] = ModelChoice(label, lambda _hidden: code.make_model(), (name,))
     return name
@@ -394,12 +396,11 @@ def _check_fresh(model: nn.Module, earlier: Sequence[ReferenceType[Tensor]]) -> 
     return any(id(each) in known for each in (*model.parameters(), *model.buffers()))
 
 
-def _try_one_step(task: OwnTask, model: nn.Module) -> Any:
-    """Run the forward of every loss once; return the batch."""
+def _try_one_step(task: OwnTask, model: nn.Module) -> None:
+    """Run the forward of every loss once."""
     with buffers_kept(model):
         for loss in task.losses:
             loss.of(model, task.batch(0, 0))
-    return task.batch(0, 0)
 
 
 def _digests(code: OwnCode, model: nn.Module, batch: Any) -> dict[str, str]:

@@ -137,6 +137,7 @@ class StepExplainer:
         if self._beside is None or self._beside.config != skip.config:
             self._beside = Experiment(skip.config)
         self._beside.become(skip)
+        self._beside.goes_on = self._experiment.goes_on
         return self._beside
 
     def _explain(self, record: StepRecord, experiment: Experiment) -> None:

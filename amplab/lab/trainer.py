@@ -666,8 +666,7 @@ class Trainer:
         if self._state != state or again:
             self._worker.post(partial(self._announce, state, note))  # first: Ctrl-C leaves no state without a thread
             self._state = state
-            if state != "running":
-                self._withdraw(ends_run=state in ("ready", "stopped"))
+            self._withdraw(ends_run=state in ("ready", "stopped"))
 
     def _withdraw(self, *, ends_run: bool = False) -> None:
         """Take back the step that is made now, if it can be stopped.
@@ -682,7 +681,9 @@ class Trainer:
     def _withdrawable(self, *, is_asked_for: bool = False) -> Iterator[None]:
         """Let controls withdraw the step that the block makes, also those that came just before it."""
         with self._lock:
-            came_before = not is_asked_for and bool(self._state != self._announced or self._queued_changes)
+            ends_run = self._state != self._announced and self._state in ("ready", "stopped")
+            is_changed = self._state != self._announced or bool(self._queued_changes)
+            came_before = ends_run or (is_changed and not is_asked_for)
             self._is_withdrawn, self._is_asked_for = came_before, is_asked_for
         try:
             yield
@@ -759,8 +760,8 @@ class Trainer:
         """Train one step and keep a histogram of its gradients, unless it was stopped: it comes again."""
         try:
             return step()
-        except (ReadingStopped, StepStopped):
-            samples.clear()
+        except BaseException:
+            samples.clear()  # the step comes again, or the run ends
             raise
         finally:
             for sample in samples:
@@ -796,6 +797,11 @@ class Trainer:
         if self._state != "failed":  # since step() was called
             with self._withdrawable(is_asked_for=True):
                 self._train()
+            self._explain_last()
+
+    def _explain_last(self) -> None:
+        """Explain the last step if it was skipped; of many batches that takes long, and controls end it."""
+        with self._withdrawable():
             self._explainer.explain_last()
 
     def _begin_to_explain(self) -> None:
@@ -805,7 +811,9 @@ class Trainer:
     def _explain_left_over(self, explainer: StepExplainer, steps: list[int], end: float) -> None:
         """Explain one step, and post the rest: controls take effect in between."""
         is_wanted = self._state == "paused" and explainer is self._explainer and time.monotonic() < end
-        if is_wanted and steps and explainer.explain_past(steps.pop()):
+        with self._withdrawable():
+            is_explained = is_wanted and bool(steps) and explainer.explain_past(steps.pop())
+        if is_explained:
             self._worker.post(partial(self._explain_left_over, explainer, steps, end))
         else:
             explainer.end_past()
@@ -823,7 +831,7 @@ class Trainer:
         with self._withdrawable(is_asked_for=True):
             self._train(step)
         if recorded:  # else its batch could not be read
-            self._explainer.explain_last()
+            self._explain_last()
             self._publisher.publish(StagesReady(recorded[0], recorded[0].record.step))
 
     def _count_step(self) -> None:
@@ -850,7 +858,7 @@ class Trainer:
             self._save(at_rest=True)
         self._publisher.publish(StateChanged(state, len(self.history), note))
         if state == "paused":
-            self._explainer.explain_last()
+            self._explain_last()
             self._begin_to_explain()
 
     def _queue(self, change: Callable[[], object]) -> None:
@@ -1188,7 +1196,7 @@ class Trainer:
     def _fail(self, text: str) -> None:
         what = f"The run failed at step {len(self.history)}."
         self._saved_at_failure = self._saved_at_failure or self._save_before_step()
-        if (saved := self._saved_at_failure) is not None:
+        if (saved := self._saved_at_failure) is not None and len(self.history):  # a run without a step is not kept
             what = f"{what} It is saved as it was before that step: reset it, then continue it under Runs. ({saved})"
         self._failure = Failed(f"{what}\n{text}", fatal=True)
         self._end_in_failure(self._failure)

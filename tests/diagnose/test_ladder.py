@@ -199,6 +199,17 @@ def test_peaks_are_those_of_the_values_themselves():
     assert peaks.activation.reaches is None
 
 
+def test_memory_that_no_op_has_written_is_no_peak():
+    """The dropout of the CPU allocates its mask with whatever was there before."""
+    peaks, ones = HalfPeaks(), torch.ones(4, 512, dtype=torch.float16)
+    for step in range(20):
+        held = [torch.full((4, 512), 5.0e4, dtype=torch.float16) for _ in range(8)]
+        del held  # what comes next gets its memory
+        with peaks.at(step):
+            torch.dropout(ones, 0.3, train=True)
+    assert peaks.activation.largest < 2.0
+
+
 def test_a_forward_that_leaves_half_climbs_to_bf16():
     report = climb(Overflows)
     assert report.recommended.name == "bf16"

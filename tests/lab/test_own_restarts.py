@@ -362,17 +362,17 @@ class Normed(nn.Module):
 
     def __init__(self, fails: list[str]) -> None:
         super().__init__()
-        self.fails = fails
+        self.fails = lambda: fails  # the world around it, which no checkpoint holds
         self.layers = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Dropout(0.2), nn.Linear(8, 3))
 
     def __deepcopy__(self, memo):
-        other = Normed(self.fails)
+        other = Normed(self.fails())
         other.load_state_dict(self.state_dict())
         return other
 
     def forward(self, rows):
         out = self.layers(rows)
-        if "forward" in self.fails:
+        if "forward" in self.fails():
             raise RuntimeError("out of memory")
         return out
 
@@ -385,11 +385,11 @@ class Shaky(list):
 
     def __init__(self, batches, fails):
         super().__init__(batches)
-        self.fails = fails
+        self.fails = lambda: fails
 
     def __iter__(self):
         for batch in super().__iter__():
-            if "data" in self.fails:
+            if "data" in self.fails():
                 raise OSError("stale file handle")
             yield batch
 

@@ -16,7 +16,7 @@ from torch import nn
 from torch.utils.data import DataLoader, Sampler, TensorDataset
 
 from amplab.amp.run_state.file_format import RunStateError
-from amplab.lab import Experiment, Trainer
+from amplab.lab import TASKS, Experiment, Trainer
 from amplab.lab.own_state import add_state, changes, lost_changes, own_state
 from amplab.lab.own_task import forget_own
 
@@ -194,6 +194,82 @@ def test_a_run_goes_on_in_another_kernel_with_what_its_objects_keep(case, level,
     again, _ = Experiment.load(tmp_path / "run.checkpoint")
     assert [again.step().loss for _ in range(7)] == losses[7:]
     assert again.left_out == ()
+
+
+@pytest.mark.parametrize("change", [{"opt_level": "O0"}, {"init_scale": 1024.0}, {"opt_level": "O2"}])
+@pytest.mark.parametrize("case", ["lookahead", "hook", "object"])
+def test_it_goes_on_after_a_change_that_begins_another_session(case, change, tmp_path):
+    def trained(steps):
+        experiment = Experiment(opened(case).changed(opt_level="O1"))
+        losses = [experiment.step().loss for _ in range(4)]
+        experiment.switch(experiment.config.changed(**change))
+        return experiment, losses + [experiment.step().loss for _ in range(steps)]
+
+    _, losses = trained(10)
+    forget_own(set())
+    first, _ = trained(3)
+    first.save(tmp_path / "run.checkpoint", {})
+    forget_own(set())
+    opened(case)
+    again, _ = Experiment.load(tmp_path / "run.checkpoint")
+    assert [again.step().loss for _ in range(7)] == losses[7:]
+    assert again.left_out == ()
+
+
+class Hidden(nn.Module):
+    """Carries a hidden state in an attribute."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear, self.h = nn.Linear(16, 4), torch.zeros(16)
+        nn.init.constant_(self.linear.weight, 0.1)
+
+    def forward(self, x):
+        self.h = 0.5 * self.h.detach() + x.float().mean(0)
+        return self.linear(x + self.h.to(x.dtype))
+
+
+def test_a_failed_forward_leaves_what_a_model_keeps_as_before_the_step():
+    """So that the run that is saved then has what it had."""
+    model, fails = Hidden(), []
+
+    def raising(output, labels):
+        if fails:
+            raise RuntimeError("out of memory")
+        return F.cross_entropy(output, labels)
+
+    config = registered(model, BATCHES, loss=raising, optimizer=sgd)
+    whole, experiment = Experiment(config), Experiment(config)
+    losses = [whole.step().loss for _ in range(8)]
+    assert [experiment.step().loss for _ in range(5)] == losses[:5]
+    fails.append(1)
+    with pytest.raises(RuntimeError, match="out of memory"):
+        experiment.step()
+    assert experiment.take_back()
+    fails.clear()
+    assert [experiment.step().loss for _ in range(3)] == losses[5:]
+
+
+class Noting(nn.Module):
+    """Notes what it has drawn, as a model that drops layers."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear, self.dropped = nn.Linear(16, 4), []
+
+    def forward(self, x):
+        self.dropped = [*self.dropped, random.random(), np.random.rand()]
+        return self.linear(x)
+
+
+def test_a_model_that_notes_what_it_draws_is_the_same_one_in_another_kernel():
+    digests = []
+    for seed in range(2):
+        random.seed(seed)
+        np.random.seed(seed)
+        digests.append(TASKS[registered(Noting(), BATCHES, loss=F.cross_entropy).task].digests["model"])
+        forget_own(set())
+    assert digests[0] == digests[1]
 
 
 @pytest.mark.parametrize("case", [case for case in CASES if case != "in place"])

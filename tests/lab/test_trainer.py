@@ -17,6 +17,7 @@ from amplab.lab import (
     ExperimentConfig,
     Failed,
     GradientsReady,
+    SkipExplained,
     StateChanged,
     StepRecord,
     TraceReady,
@@ -786,3 +787,34 @@ def test_a_comparison_ends_within_a_batch(held):
     assert trainer.wait(20)
     (run,) = trainer.kept.runs
     assert (len(run.history), run.error) == (1, "")
+
+
+@pytest.mark.parametrize("control", ["pause", "reset"])
+def test_a_control_does_not_wait_for_the_explanation_of_a_skipped_step_of_many_batches(control, listen):
+    trainer = Trainer(ExperimentConfig(hidden=16, batch_size=8, accumulate=4))
+    trainer.run(1)
+    ear = listen(trainer)
+    trainer.subscribe(lambda event: isinstance(event, StepRecord) and event.skipped and getattr(trainer, control)())
+    trainer.inject("overflow")
+    trainer.start()
+    assert trainer.wait(30)
+    kinds = [type(each) for each in ear.events if isinstance(each, StateChanged | ConfigChanged | SkipExplained)]
+    change = StateChanged if control == "pause" else ConfigChanged
+    assert SkipExplained not in kinds[: kinds.index(change, kinds.index(StateChanged) + 1)]
+    assert (SkipExplained in kinds) == (control == "pause"), "a paused run has the time"
+    trainer.stop()
+    assert trainer.wait(10)
+
+
+@pytest.mark.parametrize("control", ["reset", "stop"])
+def test_a_step_that_was_asked_for_before_the_run_ends_is_not_made(control, listen):
+    trainer = Trainer(ExperimentConfig(hidden=16, batch_size=8, accumulate=4))
+    trainer.run(1)
+    ear = listen(trainer)
+    trainer.request_twin()  # keeps the thread busy while both come
+    trainer.step()
+    getattr(trainer, control)()
+    assert trainer.wait(60)
+    assert ear.of(StepRecord) == []
+    trainer.stop()
+    assert trainer.wait(10)

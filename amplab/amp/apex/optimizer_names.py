@@ -20,7 +20,7 @@ from amplab.scalers import MasterWeights
 
 __all__ = ["AmpStash", "give_hooks", "lend_names", "refuse_taken_names", "take_names_back"]
 
-_NAMES = (
+LENT_NAMES = (
     "_amp_stash",
     "_amp_lazy_init",
     "_lazy_init_maybe_master_weights",
@@ -112,7 +112,7 @@ def refuse_taken_names(optimizer: Optimizer) -> None:
     """
     if isinstance(vars(optimizer).get("_amp_stash"), AmpStash):
         return
-    for name in _NAMES:
+    for name in LENT_NAMES:
         if hasattr(optimizer, name):
             raise RuntimeError(
                 f"Incoming optimizer already has {name} defined. amp.initialize needs this name: pass an "
@@ -144,7 +144,7 @@ def lend_names(optimizer: Optimizer, stash: AmpStash, copy_to_model: Callable[[]
 
 def take_names_back(optimizer: Optimizer) -> None:
     """Delete the attributes."""
-    for name in _NAMES:
+    for name in LENT_NAMES:
         vars(optimizer).pop(name, None)
 
 
