@@ -26,6 +26,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader, Dataset, Sampler, TensorDataset
 
 from amplab.amp.apex.before_initialize import hooks_of
@@ -70,7 +71,7 @@ def own_state(roots: Mapping[str, Any], weights: Sequence[Tensor] = ()) -> State
     {'data': {'epoch': 3, 'order': [2, 0, 1]}}
     """
     encode = _Encoder(weights)
-    state = {path: encode.values(names) for path, names in _holders(roots)}
+    state = {path: {**encode.values(names), **_steps_within(names)} for path, names in _holders(roots)}
     return {path: values for path, values in state.items() if values}
 
 
@@ -224,6 +225,29 @@ def _holders(roots: Mapping[str, Any]) -> Iterator[tuple[str, _Names]]:
             yield path, _Names(value, names, without)
             parts = [(name, names.get(name)) for name in (_OF_LOADER if isinstance(value, DataLoader) else [*names])]
             waiting += [(f"{path}.{name}", part) for name, part in parts if issubclass(type(part), _READERS)]
+
+
+def _steps_within(names: _Names) -> dict[str, Any]:
+    """Return what tells that the optimizers and schedules which an optimizer has in its attributes have made steps."""
+    if not isinstance(names._owner, Optimizer):
+        return {}
+    found = {}
+    for name in names:
+        values = names[name] if type(names[name]) in (list, tuple) else [names[name]]
+        inner = [each for each in values if isinstance(each, Optimizer | LRScheduler)]
+        if inner:
+            found[name] = _Object(type(inner[0]), [*map(_steps_of, inner)])
+    return found
+
+
+def _steps_of(inner: Optimizer | LRScheduler) -> Any:
+    if isinstance(inner, LRScheduler):
+        return repr([each for each in vars(inner).items() if type(each[1]) in _SCALARS])
+    return [
+        each._version if isinstance(each, Tensor) and not each.is_inference() else repr(each)
+        for state in inner.state.values()
+        for each in (state.values() if isinstance(state, dict) else [state])
+    ]
 
 
 # -- the values ----------------------------------------------------------------------------------------

@@ -216,6 +216,39 @@ def test_it_goes_on_after_a_change_that_begins_another_session(case, change, tmp
     assert again.left_out == ()
 
 
+class Combined(torch.optim.Optimizer):
+    """Has the optimizers that do its work in an attribute."""
+
+    def __init__(self, params):
+        params = list(params)
+        super().__init__(params, {"lr": 0.1})
+        self.inner = [torch.optim.SGD(params[:1], lr=0.1, momentum=0.9), torch.optim.Adam(params[1:])]
+
+    def step(self, closure=None):
+        for each in self.inner:
+            each.step()
+
+
+class Scheduled(torch.optim.SGD):
+    def __init__(self, params):
+        super().__init__(params, lr=0.1)
+        self.schedule = torch.optim.lr_scheduler.ReduceLROnPlateau(self, patience=0)
+
+    def step(self, closure=None):
+        super().step()
+        self.schedule.step(1.0)
+
+
+@pytest.mark.parametrize("kind", [Combined, Scheduled])
+def test_an_optimizer_whose_parts_have_a_state_of_their_own_is_told_to_begin_anew(kind, tmp_path):
+    experiment = Experiment(registered(nn.Linear(16, 4), BATCHES, loss=F.cross_entropy, optimizer=kind))
+    for steps in (0, 3):
+        for _ in range(steps):
+            experiment.step()
+        experiment.save(tmp_path / "run.checkpoint", {})
+        assert Experiment.load(tmp_path / "run.checkpoint")[0].left_out == (("optimizer",) if steps else ())
+
+
 class Hidden(nn.Module):
     """Carries a hidden state in an attribute."""
 
