@@ -116,8 +116,8 @@ def open(
 
     In a restarted kernel a run continues with its parameters and buffers, its optimizers, and schedules that step in
     their hooks. So does what the model, a loss that is a module, optimizers, their hooks, and data with samplers and
-    datasets keep in attributes of their own, such as a counter: numbers, text, tensors, arrays of numbers, and lists and
-    dicts of them. What functions and `step` name, and other objects in attributes, begin anew.
+    datasets keep in attributes of their own, such as a counter: numbers, text, tensors, arrays of numbers, and lists
+    and dicts of them. What functions and `step` name, and other objects in attributes, begin anew.
 
     Args:
         config: An `ExperimentConfig`, or its string as a dashboard's `config()` returns it; None for the default one.
