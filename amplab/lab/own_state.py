@@ -14,6 +14,7 @@ neither read nor changed. A value is set by a new one in its place, never writte
 
 from __future__ import annotations
 
+import functools
 import math
 import zlib
 from collections import Counter, OrderedDict, deque
@@ -50,7 +51,6 @@ _READERS = (DataLoader, Dataset, Sampler)
 _OF_LOADER = ("dataset", "sampler", "batch_sampler")
 _OF_EVERY_LOADER = frozenset(vars(DataLoader(TensorDataset())))
 _OF_EVERY_MODULE = frozenset(vars(nn.Module()))
-_OF_EVERY_OPTIMIZER = frozenset((*vars(torch.optim.SGD([torch.zeros(1)])), *LENT_NAMES))
 
 State = dict[str, dict[str, Any]]
 """Values by name, by the path of the object that has them."""
@@ -126,6 +126,12 @@ def _all_changes(state: State, before: State) -> Iterator[tuple[str, dict[str, A
         new = {name: value for name, value in values.items() if not _same(value, old.get(name, _NO))}
         if new:
             yield path, new
+
+
+@functools.cache
+def _of_every_optimizer() -> frozenset[str]:
+    """Return the names that torch and amplab use; the first optimizer of a process loads torch's compiler."""
+    return frozenset((*vars(torch.optim.SGD([torch.zeros(1)])), *LENT_NAMES))
 
 
 # -- the objects ---------------------------------------------------------------------------------------
@@ -213,7 +219,7 @@ def _holders(roots: Mapping[str, Any]) -> Iterator[tuple[str, _Names]]:
                 yield f"{path}/{place} buffers", _Buffers(module, module._buffers)
         elif isinstance(value, Optimizer):
             if not type(value).__module__.startswith(("torch.", "amplab.")):  # whose state_dict has all
-                yield path, _Names(value, vars(value), _OF_EVERY_OPTIMIZER)
+                yield path, _Names(value, vars(value), _of_every_optimizer())
             hooks = [hook for hooks in hooks_of(value) for hook in hooks.values() if not is_amplabs(hook)]
             waiting += [(f"{path} hook {place}", hook) for place, hook in enumerate(hooks)]
         elif isinstance(value, FunctionType):
