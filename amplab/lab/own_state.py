@@ -18,7 +18,7 @@ import functools
 import math
 import zlib
 from collections import Counter, OrderedDict, deque
-from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from types import FunctionType, MethodType
 from typing import Any, NamedTuple
@@ -106,7 +106,7 @@ def add_state(roots: Mapping[str, Any], state: State, device: torch.device | Non
             except (TypeError, ValueError, AttributeError, KeyError, RuntimeError) as error:
                 raise RunStateError(f"{path}.{name}: expected a value of an attribute ({error}).") from error
             if names.takes(name, value):
-                names[name] = value
+                names.set(name, value)
 
 
 def in_another_session(state: State, now: State) -> State:
@@ -137,7 +137,7 @@ def _of_every_optimizer() -> frozenset[str]:
 # -- the objects ---------------------------------------------------------------------------------------
 
 
-class _Names(MutableMapping[str, Any]):
+class _Names(Mapping[str, Any]):
     """The names under which an object keeps values."""
 
     def __init__(self, owner: Any, names: dict[str, Any], without: frozenset[str] = frozenset()) -> None:
@@ -146,11 +146,8 @@ class _Names(MutableMapping[str, Any]):
     def __getitem__(self, name: str) -> Any:
         return self._names[name]
 
-    def __setitem__(self, name: str, value: Any) -> None:
+    def set(self, name: str, value: Any) -> None:
         self._names[name] = value
-
-    def __delitem__(self, name: str) -> None:
-        del self._names[name]
 
     def __iter__(self) -> Iterator[str]:
         return (name for name in list(self._names) if name not in self._without and not name.startswith("__"))
@@ -180,7 +177,7 @@ class _Cells(_Names):
         self._cells = {name: cell for name, cell in cells if _has_value(cell)}
         super().__init__(function, {name: cell.cell_contents for name, cell in self._cells.items()})
 
-    def __setitem__(self, name: str, value: Any) -> None:
+    def set(self, name: str, value: Any) -> None:
         self._cells[name].cell_contents = value
 
     def takes(self, name: str, value: Any) -> bool:

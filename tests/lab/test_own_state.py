@@ -179,6 +179,16 @@ def opened(case):
     return registered(model, made.pop("data"), **made)
 
 
+def check_it_goes_on(first, case, losses, tmp_path):
+    """Continue in another kernel, with the losses of a run that was not interrupted."""
+    first.save(tmp_path / "run.checkpoint", {})
+    forget_own(set())
+    opened(case)
+    again, _ = Experiment.load(tmp_path / "run.checkpoint")
+    assert [again.step().loss for _ in losses] == losses
+    assert again.left_out == ()
+
+
 @pytest.mark.parametrize("level", ["O0", "O2"])
 @pytest.mark.parametrize("case", CASES)
 def test_a_run_goes_on_in_another_kernel_with_what_its_objects_keep(case, level, tmp_path):
@@ -188,12 +198,7 @@ def test_a_run_goes_on_in_another_kernel_with_what_its_objects_keep(case, level,
     first = Experiment(opened(case).changed(opt_level=level))
     for _ in range(7):
         first.step()
-    first.save(tmp_path / "run.checkpoint", {})
-    forget_own(set())
-    opened(case)
-    again, _ = Experiment.load(tmp_path / "run.checkpoint")
-    assert [again.step().loss for _ in range(7)] == losses[7:]
-    assert again.left_out == ()
+    check_it_goes_on(first, case, losses[7:], tmp_path)
 
 
 @pytest.mark.parametrize("change", [{"opt_level": "O0"}, {"init_scale": 1024.0}, {"opt_level": "O2"}])
@@ -208,12 +213,7 @@ def test_it_goes_on_after_a_change_that_begins_another_session(case, change, tmp
     _, losses = trained(10)
     forget_own(set())
     first, _ = trained(3)
-    first.save(tmp_path / "run.checkpoint", {})
-    forget_own(set())
-    opened(case)
-    again, _ = Experiment.load(tmp_path / "run.checkpoint")
-    assert [again.step().loss for _ in range(7)] == losses[7:]
-    assert again.left_out == ()
+    check_it_goes_on(first, case, losses[7:], tmp_path)
 
 
 class Combined(torch.optim.Optimizer):

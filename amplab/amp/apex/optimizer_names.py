@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 
 from amplab.scalers import MasterWeights
 
-__all__ = ["AmpStash", "give_hooks", "lend_names", "refuse_taken_names", "take_names_back"]
+__all__ = ["LENT_NAMES", "AmpStash", "give_hooks", "lend_names", "refuse_taken_names", "take_names_back"]
 
 LENT_NAMES = (
     "_amp_stash",
@@ -28,6 +28,7 @@ LENT_NAMES = (
     "_prepare_amp_backward",
     "_post_amp_backward",
 )
+"""The attributes that an optimizer has while it belongs to a session."""
 
 
 class AmpStash:
