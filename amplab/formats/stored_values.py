@@ -17,7 +17,7 @@ def has_values(tensor: Tensor) -> bool:
     tensor without elements can be read, and so can a ZeroTensor of forward-mode AD by `stored_values`. Sync: none.
 
     >>> freed = torch.ones(2)
-    >>> freed.untyped_storage().resize_(0)
+    >>> _ = freed.untyped_storage().resize_(0)
     >>> has_values(freed), has_values(torch.ones(2, device="meta")), has_values(torch.ones(2))
     (False, False, True)
     """
