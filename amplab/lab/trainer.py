@@ -3,8 +3,8 @@
 Controls return at once, with the new state set. Changes of the experiment (a config, a fault, a trace, a reset) wait in
 a queue for the next step boundary, where the trainer's thread makes them in order. A step that accumulates many batches
 is taken back for a control that would wait for it; see `Experiment.goes_on`. All events come from that thread. A single
-step is in `experiment.py`, the thread in `worker.py`, the subscribers in `events.py`, the history and the log of
-the run in `run_store.py`, its checkpoints in `run_saver.py`.
+step is in `experiment.py`, the queue in `controls.py`, the thread in `worker.py`, the subscribers in `events.py`, the
+history and the log of the run in `run_store.py`, its checkpoints in `run_saver.py`.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ import os
 import time
 import traceback
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from numbers import Integral
@@ -35,6 +35,7 @@ from amplab.lab.checkpoints import Checkpoint
 from amplab.lab.comparison import Comparison, Progress, levels_of
 from amplab.lab.config import FIELDS, ExperimentConfig
 from amplab.lab.config_remedies import ConfigRemedy
+from amplab.lab.controls import Controls
 from amplab.lab.events import (
     ActivationsReady,
     Callback,
@@ -74,7 +75,6 @@ from amplab.lab.run_store import RetiredLogs, RunStore
 from amplab.lab.step_explainer import StepExplainer
 from amplab.lab.step_stages import StepStages
 from amplab.lab.undo import UndoList
-from amplab.lab.worker import Worker
 from amplab.trace import Trace
 from amplab.trace.input_statistics import InputStatistics
 
@@ -149,40 +149,28 @@ class Trainer:
         self._explainer = self._new_explainer()
         self._saver = RunSaver(exchange, self._publisher.publish)
         self._name, self._runs_begun = "Run 1", 1
-        self._worker = Worker(
-            step=self._train_next,
-            is_wanted=lambda: self._state == "running",
-            on_error=self._fail,
-            seconds_left=lambda: self._due - time.monotonic(),
+        self._controls = Controls(
+            step=self._train, announce=self._announce, on_idle=self._want_present, on_error=self._fail
         )
-        self._lock = self._worker.lock  # guards the nine attributes below
+        self._worker = self._controls.worker
+        self._lock = self._controls.lock  # guards the attribute below
         self._wanted = self._experiment.config  # once all changes that are queued are made
-        self._queued_changes = set[Callable[[], None]]()
-        self._is_withdrawn: bool | None = None  # the step that is made now, by a control; None between steps
-        self._is_asked_for = False  # whether that step was asked for by itself
-        self._state = self._announced = "ready"  # the second is what this thread has come to
-        self._stops = 0  # calls of `stop` whose effect is to come
-        self._steps_made = 0  # also of runs that another has replaced
-        self._steps_left: int | None = None  # until it pauses; None for no limit
         self._memory: MemoryUse | None = None  # as last kept
         self._trace: tuple[object, TraceReady] | None = None  # the last one that was requested, and of what step
-        self._requests: set[str] = set()  # that wait in the queue
-        self._speed: float | None = None
-        self._due = 0.0  # when the next step may begin, by time.monotonic()
         self._failure: Failed | None = None  # of the present run; a reset has changed the state already
         self._saved_at_failure: Path | None = None  # as it was before the step that failed
         self._paused_by: Failed | None = None  # since the last start
         self._has_reported_kernels = self._has_reported_buffers = False
         self._nonfinite_buffers: tuple[str, ...] = ()
         self._experiment.task.tell_of_reading(self._goes_on_reading)
-        self._experiment.goes_on = self._goes_on_training
+        self._experiment.goes_on = self._controls.goes_on
         kernels.ensure(on_report=_no_warning)
         _LIVE.add(self)
 
     @property
     def state(self) -> str:
         """One of `STATES`."""
-        return self._state
+        return self._controls.state
 
     @property
     def config(self) -> ExperimentConfig:
@@ -237,9 +225,8 @@ class Trainer:
     @property
     def has_begun(self) -> bool:
         """Whether there was a step, a change or a comparison: a run, or a list of changes, that a new trainer lacks."""
-        return (
-            self._steps_made > 0 or self.comparison is not None or bool(self._kept.runs) or self.last_change is not None
-        )
+        has_run = self._controls.steps_made > 0 or self.comparison is not None or bool(self._kept.runs)
+        return has_run or self.last_change is not None
 
     @property
     def last_change(self) -> str | None:
@@ -255,7 +242,7 @@ class Trainer:
     @property
     def speed(self) -> float | None:
         """Steps per second at most, None for full speed; see `set_speed`."""
-        return self._speed
+        return self._controls.speed
 
     @property
     def failures(self) -> tuple[Failed, ...]:
@@ -299,7 +286,7 @@ class Trainer:
 
     def __repr__(self) -> str:
         """Return one line with the state and the config."""
-        return f"<Trainer {self._state} at step {len(self.history)}: {self.config}>"
+        return f"<Trainer {self.state} at step {len(self.history)}: {self.config}>"
 
     def subscribe(self, callback: Callback) -> Callable[[], None]:
         """Call `callback` with every event, in the trainer's thread; return a function that ends this."""
@@ -315,11 +302,9 @@ class Trainer:
         if steps is not None:
             _check_steps(steps)
         with self._lock:
-            self._refuse_unless_alive("start()")
-            self._steps_left, self._paused_by = steps, None
-            if self._state != "running":
-                self._due = 0.0
-            self._enter("running")
+            self._controls.refuse_unless_alive("start()")
+            self._paused_by = None
+            self._controls.start(steps)
 
     def resume(self) -> None:
         """Continue after a pause; the same as `start()`."""
@@ -330,9 +315,7 @@ class Trainer:
 
         A step that accumulates several batches is taken back after the present one, unless the model is one's own.
         """
-        with self._lock:
-            if self._state == "running":
-                self._enter("paused")
+        self._controls.pause()
 
     def step(self) -> None:
         """Train one step, then pause. A change that is made meanwhile waits for it; a reset and a stop do not.
@@ -341,9 +324,9 @@ class Trainer:
             RuntimeError: The run has stopped or failed; call reset() first.
         """
         with self._lock:
-            self._refuse_unless_alive("step()")
+            self._controls.refuse_unless_alive("step()")
             self._worker.post(self._train_once)
-            self._enter("paused")
+            self._controls.enter("paused")
 
     def step_in_stages(self, parameter: str | None = None) -> None:
         """Train one step that is recorded in its stages, then pause; a `StagesReady` follows its `StepRecord`.
@@ -357,9 +340,9 @@ class Trainer:
             RuntimeError: The run has stopped or failed; call reset() first.
         """
         with self._lock:
-            self._refuse_unless_alive("step_in_stages()")
+            self._controls.refuse_unless_alive("step_in_stages()")
             self._worker.post(partial(self._train_in_stages, parameter))
-            self._enter("paused")
+            self._controls.enter("paused")
 
     def set_speed(self, speed: float | None) -> None:
         """Limit how many steps the run takes per second, from now on; the steps themselves do not change.
@@ -376,24 +359,17 @@ class Trainer:
             raise ValueError(
                 f"speed={speed!r}: expected steps per second, a number >= {LOWEST_SPEED}, or None for full speed."
             )
-        if speed != self._speed:
+        if speed != self.speed:
             text = "Speed: full speed" if speed is None else f"Speed: {speed:g} steps/s"
-            self._changes.record(text, partial(self._pace, self._speed), kind="speed")
-            self._pace(speed)
-
-    def _pace(self, speed: float | None) -> None:
-        with self._lock:
-            begun = self._due - _period(self._speed)
-            self._speed = speed
-            self._due = begun + _period(speed)
-            self._worker.wake()
+            self._changes.record(text, partial(self._controls.pace, self.speed), kind="speed")
+            self._controls.pace(speed)
 
     def stop(self) -> None:
         """End the run and close its log. A reset starts a new run."""
         with self._lock:
             self.stop_comparison()
-            self._stops += 1
-            self._enter("stopped")
+            self._controls.stops += 1
+            self._controls.enter("stopped")
             self._worker.post(self._end_logs)
 
     def reset(self, config: ExperimentConfig | None = None, *, name: str | None = None) -> None:
@@ -422,8 +398,8 @@ class Trainer:
         self._experiment.check_task(wanted)
         with self._lock:
             self._wanted = wanted
-            self._queue(rebuild)
-            self._enter("ready", again=True)
+            self._controls.change(rebuild)
+            self._controls.enter("ready", again=True)
 
     def change(self, **fields: object) -> None:
         """Change fields of the config at the next step boundary; weights and optimizer state are kept.
@@ -437,7 +413,7 @@ class Trainer:
             config = self._wanted.changed(**fields)
             self._experiment.check_switch(self._wanted, config)
             self._wanted = config
-            self._queue(lambda: self._with_changed(fields, self._switch))
+            self._controls.change(lambda: self._with_changed(fields, self._switch))
 
     def apply(self, remedy: ConfigRemedy) -> None:
         """Make the change of a remedy: at the next step boundary, or by starting again if it says so.
@@ -458,7 +434,7 @@ class Trainer:
         A changed config is put back with the weights as they are. A reset is taken back by continuing the run that it
         replaced. An `Undone` event says what was taken back.
         """
-        self._queue(self._take_back)
+        self._controls.change(self._take_back)
 
     def continue_from(self, run: KeptRun) -> None:
         """Continue a kept run, bit for bit as if it had not been replaced; the present run is kept.
@@ -470,7 +446,7 @@ class Trainer:
         self._kept.check_can_continue(run)
         with self._lock:
             self._wanted = run.config
-            self._queue(partial(self._bring_back, run))
+            self._controls.change(partial(self._bring_back, run))
 
     def continue_saved(self, checkpoint: Checkpoint) -> None:
         """Continue a run of another process from its checkpoint, bit for bit as if not interrupted; then pause.
@@ -478,7 +454,7 @@ class Trainer:
         The present run is kept. The new log begins with the steps up to the checkpoint; the old one does not change. A
         checkpoint that cannot be read is a `Failed`, and the present run does not change.
         """
-        self._queue(partial(self._restore, checkpoint))
+        self._controls.change(partial(self._restore, checkpoint))
 
     def compare(self, configs: Sequence[ExperimentConfig] | None = None, *, steps: int = 300) -> None:
         """Train other experiments beside this one, one after the other, each `steps` steps; they are added to `kept`.
@@ -502,7 +478,7 @@ class Trainer:
         """End `compare` at the next step boundary; what was trained stays in `kept`."""
         if (comparison := self._comparison) is not None:
             comparison.stop()
-            self._withdraw()
+            self._controls.withdraw()
 
     def request_activations(self) -> None:
         """Request an `ActivationsReady` at the next step boundary; it takes the time of a few steps."""
@@ -630,17 +606,17 @@ class Trainer:
         try:
             with self._lock:
                 self._worker.refuse_at_end()
-                if self._state == "running":
+                if self.state == "running":
                     raise RuntimeError(f"run({steps}): the experiment is running already; call pause() first.")
-                end = self._steps_made + steps
+                end = self._controls.steps_made + steps
                 self.start(steps)
-            while not self.wait(_PATIENCE) and self._steps_made <= end:
+            while not self.wait(_PATIENCE) and self._controls.steps_made <= end:
                 pass  # more steps than these only if it was started again
         except KeyboardInterrupt:
             self.pause()
             self.wait(_STEP_SECONDS)
             raise
-        if self._state == "failed":
+        if self.state == "failed":
             told = [failure.text for failure in self.failures if failure.fatal]  # none if another thread resets now
             raise RuntimeError(f"run({steps}): failed at step {len(self.history)}. {''.join(told[-1:])}")
         if (paused_by := self._paused_by) is not None:
@@ -655,61 +631,21 @@ class Trainer:
         """
         return self._worker.wait(timeout)
 
-    # Any thread, under the lock
-
-    def _refuse_unless_alive(self, call: str) -> None:
-        self._worker.refuse_at_end()
-        if self._state in ("stopped", "failed"):
-            raise RuntimeError(f"{call}: the run has {self._state}; call reset() to start again.")
-
-    def _enter(self, state: str, note: str = "", *, again: bool = False) -> None:
-        if self._state != state or again:
-            self._worker.post(partial(self._announce, state, note))  # first: Ctrl-C leaves no state without a thread
-            self._state = state
-            self._withdraw(ends_run=state in ("ready", "stopped"))
-
-    def _withdraw(self, *, ends_run: bool = False) -> None:
-        """Take back the step that is made now, if it can be stopped.
-
-        One that was asked for by itself is made, unless the run ends: what was called after `step` finds it made.
-        """
-        with self._lock:
-            if self._is_withdrawn is False and (ends_run or not self._is_asked_for):
-                self._is_withdrawn = True
-
-    @contextmanager
-    def _withdrawable(self, *, is_asked_for: bool = False) -> Iterator[None]:
-        """Let controls withdraw the step that the block makes, also those that came just before it."""
-        with self._lock:
-            ends_run = self._state != self._announced and self._state in ("ready", "stopped")
-            is_changed = self._state != self._announced or bool(self._queued_changes)
-            came_before = ends_run or (is_changed and not is_asked_for)
-            self._is_withdrawn, self._is_asked_for = came_before, is_asked_for
-        try:
-            yield
-        finally:
-            self._is_withdrawn = None
+    # Any thread
 
     def _request(self, name: str, answer: Callable[[], Event]) -> None:
         def publish() -> None:
-            self._requests.discard(name)
             self._attempt(f"{name} failed; the run is not changed.", lambda: self._publisher.publish(answer()))
 
-        with self._lock:
-            if name not in self._requests:
-                self._worker.post(publish)  # first: Ctrl-C leaves no name that is never answered
-                self._requests.add(name)
+        self._controls.answer(name, publish)
+
+    def _want_present(self) -> None:
+        self._wanted = self.config
 
     # The trainer's thread, between two steps
 
-    def _train_next(self) -> None:
-        """Train one step of a run that goes on."""
-        with self._withdrawable():
-            self._train()
-
     def _train(self, step: Callable[[], StepRecord] | None = None) -> None:
-        with self._lock:
-            self._due = time.monotonic() + _period(self._speed)
+        self._controls.begin_step()
         samples = list[GradientSample]()
         if samples_gradients(self._experiment.steps_done):
             self._attempt("gradients failed.", lambda: samples.append(self._experiment.gradients().sample))
@@ -719,7 +655,7 @@ class Trainer:
             self._fail(str(lost))
             return
         except (ReadingStopped, StepStopped):
-            self._due = 0.0  # no step was made
+            self._controls.leave_step()
             return
         except BaseException:  # whatever reading raises, the run is as before
             if self._experiment.phase != "batches" or self._exchange is not None:  # other ranks wait in the step
@@ -752,8 +688,8 @@ class Trainer:
         self._retired.write()
         if self._exchange is not None and "stop" in self._exchange.agreed:
             self.pause()
-        self._count_step()
-        if self._experiment.steps_done >= self._step_limit and self._steps_left is None:
+        self._controls.count_step()
+        if self._experiment.steps_done >= self._step_limit and self._controls.steps_left is None:
             self._end_at_limit()
 
     def _keeping(self, samples: list[GradientSample], step: Callable[[], StepRecord]) -> StepRecord:
@@ -787,21 +723,17 @@ class Trainer:
     def _goes_on_reading(self, left: int) -> bool:
         """Tell how many batches are still to be read; stop when a pause or a reset is wanted."""
         self._publisher.publish(Reading(len(self.history), left))
-        return self._state == self._announced
-
-    def _goes_on_training(self) -> bool:
-        """Whether no control has withdrawn the step that is made now."""
-        return not self._is_withdrawn
+        return self._controls.is_announced
 
     def _train_once(self) -> None:
-        if self._state != "failed":  # since step() was called
-            with self._withdrawable(is_asked_for=True):
+        if self.state != "failed":  # since step() was called
+            with self._controls.withdrawable(is_asked_for=True):
                 self._train()
             self._explain_last()
 
     def _explain_last(self) -> None:
         """Explain the last step if it was skipped; of many batches that takes long, and controls end it."""
-        with self._withdrawable():
+        with self._controls.withdrawable():
             self._explainer.explain_last()
 
     def _begin_to_explain(self) -> None:
@@ -810,8 +742,8 @@ class Trainer:
 
     def _explain_left_over(self, explainer: StepExplainer, steps: list[int], end: float) -> None:
         """Explain one step, and post the rest: controls take effect in between."""
-        is_wanted = self._state == "paused" and explainer is self._explainer and time.monotonic() < end
-        with self._withdrawable():
+        is_wanted = self.state == "paused" and explainer is self._explainer and time.monotonic() < end
+        with self._controls.withdrawable():
             is_explained = is_wanted and bool(steps) and explainer.explain_past(steps.pop())
         if is_explained:
             self._worker.post(partial(self._explain_left_over, explainer, steps, end))
@@ -819,7 +751,7 @@ class Trainer:
             explainer.end_past()
 
     def _train_in_stages(self, parameter: str | None) -> None:
-        if self._state == "failed":  # since step_in_stages() was called
+        if self.state == "failed":  # since step_in_stages() was called
             return
         recorded: list[StepStages] = []
 
@@ -828,28 +760,19 @@ class Trainer:
             recorded.append(stages)
             return record
 
-        with self._withdrawable(is_asked_for=True):
+        with self._controls.withdrawable(is_asked_for=True):
             self._train(step)
         if recorded:  # else its batch could not be read
             self._explain_last()
             self._publisher.publish(StagesReady(recorded[0], recorded[0].record.step))
 
-    def _count_step(self) -> None:
-        with self._lock:
-            self._steps_made += 1
-            if self._steps_left is not None:
-                self._steps_left -= 1
-                if self._steps_left <= 0:
-                    self.pause()
-
     def _end_at_limit(self) -> None:
         with self._lock:
-            if self._state == "running":
+            if self.state == "running":
                 note = f"{self._step_limit} steps are done, the limit of one run; call reset() to start again."
-                self._enter("paused", note)
+                self._controls.enter("paused", note)
 
     def _announce(self, state: str, note: str) -> None:
-        self._announced = state
         self._report_kernels()
         if state != "running":
             self._store.flush()
@@ -860,27 +783,6 @@ class Trainer:
         if state == "paused":
             self._explain_last()
             self._begin_to_explain()
-
-    def _queue(self, change: Callable[[], object]) -> None:
-        """Change the run at the next step boundary. After the last one that is queued, its config is the wanted one."""
-
-        def make() -> None:
-            try:
-                change()
-            finally:
-                with self._lock:
-                    self._queued_changes.discard(make)
-                    if not self._queued_changes:
-                        self._wanted = self.config
-
-        with self._lock:
-            self._queued_changes.add(make)  # first: an interrupt may come once it is posted
-            try:
-                self._worker.post(make)
-            except RuntimeError:  # in a forked process
-                self._queued_changes.discard(make)
-                raise
-            self._withdraw()
 
     def _with_changed(self, fields: Mapping[str, object], act: Callable[[ExperimentConfig], bool]) -> bool:
         """Act with fields of the config in effect changed: an undo before it in the queue may have changed others."""
@@ -952,7 +854,7 @@ class Trainer:
         """Train another experiment from now on."""
         self._name, self._experiment, self._store = name, experiment, store
         self._experiment.task.tell_of_reading(self._goes_on_reading)
-        self._experiment.goes_on = self._goes_on_training
+        self._experiment.goes_on = self._controls.goes_on
         self._explainer = self._new_explainer()
         self._failure = self._saved_at_failure = self._paused_by = None
         self._has_reported_buffers = False
@@ -974,7 +876,7 @@ class Trainer:
 
     def _end_logs(self) -> None:
         with self._lock:
-            self._stops -= 1
+            self._controls.stops -= 1
         self._store.close()
         self._retired.close()
         self._saver.end()
@@ -1001,8 +903,8 @@ class Trainer:
         if failure is not None:
             self._publisher.publish(failure)
         with self._lock:
-            if not self._stops and (self._state != "running" or failure):
-                self._enter("failed" if failure else "paused", again=True)
+            if not self._controls.stops and (self.state != "running" or failure):
+                self._controls.enter("failed" if failure else "paused", again=True)
         return True
 
     def _read_back(self, run: KeptRun) -> Experiment | None:
@@ -1048,8 +950,8 @@ class Trainer:
         if self._exchange is not None:
             store.restart(step=experiment.steps_done)
         with self._lock:
-            if not self._stops:
-                self._enter("paused", again=True)
+            if not self._controls.stops:
+                self._controls.enter("paused", again=True)
 
     def _tell_left_out(self, name: str, experiment: Experiment) -> None:
         """Tell what a checkpoint could not hold of an experiment that was read from one."""
@@ -1074,13 +976,13 @@ class Trainer:
         """
         if self._failure is not None:
             return None
-        is_running = self._state == "running"
+        is_running = self.state == "running"
         return self._saver.save(self._experiment, self._store, is_running=is_running, at_rest=at_rest)
 
     def _save_change(self) -> None:
         """Save what was changed while the run is paused: its process may end before the next step."""
-        is_last = len(self._queued_changes) < 2  # a slider queues many, and each checkpoint takes time
-        if self._state == "paused" and is_last and self._exchange is None:  # other ranks may not be paused yet
+        is_last = self._controls.changes_left < 2  # a slider queues many, and each checkpoint takes time
+        if self.state == "paused" and is_last and self._exchange is None:  # other ranks may not be paused yet
             self._save(at_rest=True)
 
     def _take_back(self) -> None:
@@ -1103,7 +1005,7 @@ class Trainer:
         def begin(config: ExperimentConfig) -> KeptRun:
             name = FIELDS["opt_level"].shown(config.opt_level)
             store, experiment = self._new_store(config), Experiment(config)
-            experiment.goes_on = self._goes_on_training
+            experiment.goes_on = self._controls.goes_on
             return self._kept.keep(name, config, store, experiment, is_compared=True, is_training=True)
 
         def train(run: KeptRun) -> None:
@@ -1128,7 +1030,7 @@ class Trainer:
             return
         goes_on = False
         try:
-            with self._withdrawable():
+            with self._controls.withdrawable():
                 goes_on = comparison.advance()
         except BaseException:  # noqa: BLE001 - the present run goes on
             self._publisher.publish(Failed(f"The comparison ended.\n{traceback.format_exc()}"))
@@ -1213,7 +1115,7 @@ class Trainer:
         if self._exchange is not None:
             self._exchange.is_over = True
         with self._lock:
-            self._enter("failed")
+            self._controls.enter("failed")
         self._store.flush()
         self._publisher.publish(failure)
 
@@ -1241,11 +1143,6 @@ def _check_number(**given: object) -> None:
     for name, value in given.items():
         if isinstance(value, bool) or not isinstance(value, Integral) or value < 0:
             raise ValueError(f"{name}={value!r}: expected a whole number >= 0, such as 12.")
-
-
-def _period(speed: float | None) -> float:
-    """Return the seconds from one step to the next, 0 at full speed."""
-    return 0.0 if speed is None else 1.0 / speed
 
 
 _LIVE: weakref.WeakSet[Trainer] = weakref.WeakSet()

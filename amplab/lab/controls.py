@@ -1,0 +1,206 @@
+"""What any thread wants of a trainer's own thread: its state, its speed, and changes and answers that wait.
+
+A control takes effect at once in `state`, and in the thread at the next step boundary, where it is announced. A step
+that is made meanwhile can be withdrawn, so that a control need not wait for its end. The thread is in `worker.py`.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+
+from amplab.lab.worker import Worker
+
+__all__ = ["Controls"]
+
+
+class Controls:
+    """The controls of one trainer.
+
+    Args:
+        step: Makes the next step of a run that goes on.
+        announce: Called in the thread, with a state and a note, when it has come to the state.
+        on_idle: Called under `lock` when the last change that waited is made.
+        on_error: As of the `Worker`.
+
+    Attributes:
+        worker: The thread and its queue.
+        lock: The worker's; guards the attributes of this object.
+        state: As the last control wants it; see `Trainer`.
+        stops: Calls of `stop` whose effect is to come.
+        steps_made: Also of runs that another has replaced.
+        steps_left: Until the run pauses; None for no limit.
+        speed: Steps per second at most, None for full speed.
+    """
+
+    def __init__(
+        self,
+        *,
+        step: Callable[[], None],
+        announce: Callable[[str, str], None],
+        on_idle: Callable[[], None],
+        on_error: Callable[[str], None],
+    ) -> None:
+        self._step, self._announce, self._on_idle = step, announce, on_idle
+        self.worker = Worker(
+            step=self._make_next,
+            is_wanted=lambda: self.state == "running",
+            on_error=on_error,
+            seconds_left=lambda: self._due - time.monotonic(),
+        )
+        self.lock = self.worker.lock
+        self.state = self._announced = "ready"  # the second is what the thread has come to
+        self.stops = self.steps_made = 0
+        self.steps_left: int | None = None
+        self.speed: float | None = None
+        self._due = 0.0  # when the next step may begin, by time.monotonic()
+        self._changes = set[Callable[[], None]]()  # that wait in the queue
+        self._answers = set[str]()
+        self._is_withdrawn: bool | None = None  # the step that is made now, by a control; None between steps
+        self._is_asked_for = False  # whether that step was asked for by itself
+
+    @property
+    def changes_left(self) -> int:
+        """The number of changes that wait, with the one that is being made."""
+        return len(self._changes)
+
+    @property
+    def is_announced(self) -> bool:
+        """Whether the thread has come to the state that is wanted."""
+        return self.state == self._announced
+
+    # Any thread
+
+    def refuse_unless_alive(self, call: str) -> None:
+        """Raise a RuntimeError if the run has stopped or failed, or Python ends."""
+        self.worker.refuse_at_end()
+        if self.state in ("stopped", "failed"):
+            raise RuntimeError(f"{call}: the run has {self.state}; call reset() to start again.")
+
+    def enter(self, state: str, note: str = "", *, again: bool = False) -> None:
+        """Want another state, or the same one again, and withdraw the step that is made now."""
+        with self.lock:
+            if self.state != state or again:
+                post = partial(self._come_to, state, note)
+                self.worker.post(post)  # first: Ctrl-C leaves no state without a thread
+                self.state = state
+                self.withdraw(ends_run=state in ("ready", "stopped"))
+
+    def start(self, steps: int | None) -> None:
+        """Want steps to be made: so many, or None for no limit."""
+        self.steps_left = steps
+        if self.state != "running":
+            self._due = 0.0
+        self.enter("running")
+
+    def pause(self) -> None:
+        """Want no more steps, if some are wanted."""
+        with self.lock:
+            if self.state == "running":
+                self.enter("paused")
+
+    def pace(self, speed: float | None) -> None:
+        """Limit the steps per second; the next step is due as long after the last one as the new speed says."""
+        with self.lock:
+            begun = self._due - _period(self.speed)
+            self.speed = speed
+            self._due = begun + _period(speed)
+            self.worker.wake()
+
+    def change(self, make: Callable[[], object]) -> None:
+        """Change the run at the next step boundary.
+
+        Raises:
+            RuntimeError: In a forked process.
+        """
+
+        def make_once() -> None:
+            try:
+                make()
+            finally:
+                with self.lock:
+                    self._changes.discard(make_once)
+                    if not self._changes:
+                        self._on_idle()
+
+        with self.lock:
+            self._changes.add(make_once)  # first: an interrupt may come once it is posted
+            try:
+                self.worker.post(make_once)
+            except RuntimeError:  # in a forked process
+                self._changes.discard(make_once)
+                raise
+            self.withdraw()
+
+    def answer(self, name: str, give: Callable[[], None]) -> None:
+        """Give an answer at the next step boundary, unless one of this name waits already."""
+
+        def give_once() -> None:
+            self._answers.discard(name)
+            give()
+
+        with self.lock:
+            if name not in self._answers:
+                self.worker.post(give_once)  # first: Ctrl-C leaves no name that is never answered
+                self._answers.add(name)
+
+    def withdraw(self, *, ends_run: bool = False) -> None:
+        """Take back the step that is made now, if it can be stopped.
+
+        One that was asked for by itself is made, unless the run ends: what was called after `step` finds it made.
+        """
+        with self.lock:
+            if self._is_withdrawn is False and (ends_run or not self._is_asked_for):
+                self._is_withdrawn = True
+
+    # The trainer's thread
+
+    @contextmanager
+    def withdrawable(self, *, is_asked_for: bool = False) -> Iterator[None]:
+        """Let controls withdraw the step that the block makes, also those that came just before it."""
+        with self.lock:
+            ends_run = not self.is_announced and self.state in ("ready", "stopped")
+            is_changed = not self.is_announced or bool(self._changes)
+            came_before = ends_run or (is_changed and not is_asked_for)
+            self._is_withdrawn, self._is_asked_for = came_before, is_asked_for
+        try:
+            yield
+        finally:
+            self._is_withdrawn = None
+
+    def goes_on(self) -> bool:
+        """Whether no control has withdrawn the step that is made now."""
+        return not self._is_withdrawn
+
+    def begin_step(self) -> None:
+        """A step begins now: the next one is due after it."""
+        with self.lock:
+            self._due = time.monotonic() + _period(self.speed)
+
+    def leave_step(self) -> None:
+        """The step that has begun was not made: it is due at once."""
+        self._due = 0.0
+
+    def count_step(self) -> None:
+        """A step is made; pause after the last one that was wanted."""
+        with self.lock:
+            self.steps_made += 1
+            if self.steps_left is not None:
+                self.steps_left -= 1
+                if self.steps_left <= 0:
+                    self.pause()
+
+    def _make_next(self) -> None:
+        with self.withdrawable():
+            self._step()
+
+    def _come_to(self, state: str, note: str) -> None:
+        self._announced = state
+        self._announce(state, note)
+
+
+def _period(speed: float | None) -> float:
+    """Return the seconds from one step to the next, 0 at full speed."""
+    return 0.0 if speed is None else 1.0 / speed
