@@ -13,7 +13,7 @@ from interrupts import PACKAGE, interrupted_everywhere
 from amplab.lab import ExperimentConfig, Failed, StepRecord, Trainer
 
 SMALL = ExperimentConfig(hidden=16)
-FILES = [f"{PACKAGE}/lab/trainer.py", f"{PACKAGE}/lab/worker.py"]
+FILES = [f"{PACKAGE}/lab/{name}.py" for name in ("trainer", "present_run", "controls", "worker")]
 PLACES = {
     "some points": {"folders": FILES, "every": 9},
     "where a lock is taken": {"folders": [threading.__file__], "functions": ["__enter__"]},

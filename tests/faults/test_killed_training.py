@@ -137,7 +137,7 @@ def continues(folder, more=5):
     assert facts(ours) == facts(whole)
     kept = [repr(each) for each in run.history.column("loss").tolist()]
     assert kept[: saved.step] == [repr(each) for each in whole.history.column("loss").tolist()][: saved.step]
-    states = [each._experiment.model.state_dict() for each in (ours, whole)]
+    states = [each._run.experiment.model.state_dict() for each in (ours, whole)]
     assert all(torch.equal(states[0][name], states[1][name]) for name in states[0])
     for each in (ours, whole):
         each.stop()

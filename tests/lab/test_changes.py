@@ -87,7 +87,7 @@ def test_the_history_and_the_log_hold_memory_by_kind_and_what_each_layer_loses(t
     assert steps[-1] >= 41
     assert history.memory[0][1].masters == 0 < history.memory[-1][1].masters, "O2 has masters"
     assert [sample.step for sample in history.gradient_samples] == [0, 20, 40]
-    names = [name for name, _ in trainer._experiment.model.named_parameters()]
+    names = [name for name, _ in trainer._run.experiment.model.named_parameters()]
     for sample in history.gradient_samples:
         assert [layer.name for layer in sample.layers] == names
     trainer.stop()

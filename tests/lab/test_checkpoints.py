@@ -110,7 +110,7 @@ def test_a_killed_run_continues_as_if_not_interrupted(config: str, tmp_path: Pat
     whole = begin(config, tmp_path / "other")
     whole.run(saved.step + 40 - len(whole.history))
     assert repr(without_clock(continued)) == repr(without_clock(whole))  # NaN equals itself in text
-    ours, theirs = (each._experiment.model.state_dict() for each in (continued, whole))
+    ours, theirs = (each._run.experiment.model.state_dict() for each in (continued, whole))
     assert all(torch.equal(ours[name], theirs[name]) for name in ours)
     assert continued.shrinking
     assert continued.config == whole.config

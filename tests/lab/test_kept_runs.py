@@ -461,7 +461,7 @@ def test_a_run_that_failed_in_a_forward_continues_from_the_step_before(call: str
     def fail(*_given: object) -> None:
         raise RuntimeError("out of memory")
 
-    trainer._experiment.model.register_forward_hook(fail)
+    trainer._run.experiment.model.register_forward_hook(fail)
     with pytest.raises(RuntimeError, match="out of memory"):
         trainer.run(5)
     trainer.reset()

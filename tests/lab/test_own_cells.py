@@ -74,7 +74,7 @@ def test_an_offer_of_an_older_cell_can_begin(kernel):
     dashboards += [amplab.lab.open(model=Tagger, data=TAGS, loss=F.cross_entropy)]
     trainer.reset(ExperimentConfig(task="own-2"))
     assert len(trainer.run(1)) == 1
-    assert isinstance(trainer._experiment.model, nn.Sequential)
+    assert isinstance(trainer._run.experiment.model, nn.Sequential)
     for each in dashboards:
         each.close()
 
@@ -91,7 +91,7 @@ def test_a_dashboard_that_was_replaced_begins_its_own_model_again(kernel):
     for trainer, size in ((first, 1), (second, 2)):
         trainer.reset()
         trainer.run(1)
-        assert len(trainer._experiment.model) == size
+        assert len(trainer._run.experiment.model) == size
     assert len({each.config.task for each in (first, second, third)}) == 3
 
 

@@ -426,7 +426,7 @@ def trained(kind, look, *, steps, evaluate=True):
     look(trainer)
     assert trainer.wait(30)
     losses = trainer.run(steps - steps // 2).column("loss").tolist()
-    model = trainer._experiment.model
+    model = trainer._run.experiment.model
     return losses, model.norm.running_mean.tolist(), model.hidden.tolist(), model.calls, trainer
 
 

@@ -221,7 +221,7 @@ def test_a_rate_that_was_put_back_is_not_blamed_for_a_divergence(trainer):
         trainer.step()
     assert trainer.wait(20)
     assert "diverging" not in [each.name for each in trainer.findings()]
-    trainer._explainer.examine()  # whatever the budget allows
+    trainer._run.explainer.examine()  # whatever the budget allows
     assert "diverging" not in [each.name for each in trainer.findings()]
 
 

@@ -175,7 +175,7 @@ def test_the_run_is_bit_by_bit_the_same_with_dropout_and_batchnorm(model_named, 
     history = trainer.run(30)
     assert len(history.explanations) == history.skip_count > 5
     assert [replace(record, seconds=0.0) for record in history.records()] == records
-    state = trainer._experiment.model.state_dict()
+    state = trainer._run.experiment.model.state_dict()
     assert all(torch.equal(value, state[name]) for name, value in bare.model.state_dict().items())
     # It is the step that was skipped, with its own dropout: none is finite when it runs again.
     assert {each.kind for each in history.explanations.values()} == {"scale"}
@@ -237,8 +237,8 @@ def test_skips_left_over_are_explained_when_the_run_pauses(model_named, monkeypa
     assert [replace(each, seconds=0.0) for each in later.history.records()] == [
         replace(each, seconds=0.0) for each in at_once.history.records()
     ]
-    state = later._experiment.model.state_dict()
-    assert all(torch.equal(value, state[name]) for name, value in at_once._experiment.model.state_dict().items())
+    state = later._run.experiment.model.state_dict()
+    assert all(torch.equal(value, state[name]) for name, value in at_once._run.experiment.model.state_dict().items())
     assert [each.name for each in later.findings()] == [each.name for each in at_once.findings()]
 
 
@@ -307,7 +307,7 @@ def test_what_is_kept_of_skipped_steps_is_bounded_and_the_oldest_goes_first(monk
     monkeypatch.setattr(past_skips, "MOST_BYTES", 100_000)  # of about 28,000 for one; the weights are 6,000
     trainer = Trainer(skipping())
     trainer.run(60)
-    kept = trainer._experiment.past_skips
+    kept = trainer._run.experiment.past_skips
     skips = trainer.history.skipped_steps()
     assert 1 < len(kept.steps) < len(skips)
     assert list(kept.steps) == skips[-len(kept.steps) :]
@@ -324,7 +324,7 @@ def test_what_is_kept_of_skipped_steps_is_bounded_and_the_oldest_goes_first(monk
 def test_skips_in_a_row_share_one_copy_of_the_weights():
     trainer = Trainer(replace(HIGH, init_scale=2.0**24))
     trainer.run(4)
-    kept = trainer._experiment.past_skips
+    kept = trainer._run.experiment.past_skips
     assert len({id(kept.get(step).weights) for step in kept.steps}) == 1 < len(kept.steps)
 
 
@@ -338,7 +338,7 @@ def test_a_past_skip_is_walked_through_as_if_it_had_been_recorded(fields, listen
     recorded.wait()
     later.run(30)
     assert wanted in later.walkable
-    before = {name: value.clone() for name, value in later._experiment.model.state_dict().items()}
+    before = {name: value.clone() for name, value in later._run.experiment.model.state_dict().items()}
     later.request_stages(wanted)
     later.wait()
     ((there,), (here,)) = (ear.of(StagesReady) for ear in ears)
@@ -351,7 +351,7 @@ def test_a_past_skip_is_walked_through_as_if_it_had_been_recorded(fields, listen
         for moment in ("stored", "used", "inputs", "outputs", "scaled", "unscaled", "stepped"):
             one, other = getattr(stages, moment), getattr(again, moment)
             assert torch.equal(one.kept.nan_to_num(), other.kept.nan_to_num())
-    assert all(torch.equal(value, before[name]) for name, value in later._experiment.model.state_dict().items())
+    assert all(torch.equal(value, before[name]) for name, value in later._run.experiment.model.state_dict().items())
 
 
 @pytest.mark.filterwarnings("ignore:Loss scaler 0 has skipped:UserWarning")

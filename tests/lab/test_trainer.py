@@ -230,7 +230,7 @@ def fail_at_the_next_forward(trainer: Trainer) -> torch.utils.hooks.RemovableHan
     def explode(module: torch.nn.Module, inputs: object) -> None:
         raise Boom("out of order")
 
-    return trainer._experiment.model.register_forward_pre_hook(explode)
+    return trainer._run.experiment.model.register_forward_pre_hook(explode)
 
 
 def test_a_failed_run_says_so_and_a_reset_recovers(trainer, listen):
@@ -313,7 +313,7 @@ def test_a_reset_that_cannot_be_made_loses_no_run(trainer, monkeypatch):
 
 def test_a_trace_that_fails_leaves_the_run_alone(trainer, listen):
     ear = listen(trainer)
-    handle = trainer._experiment.model.register_forward_pre_hook(lambda *_: 1 / 0)
+    handle = trainer._run.experiment.model.register_forward_pre_hook(lambda *_: 1 / 0)
     trainer.request_trace()
     assert trainer.wait(10)
     handle.remove()

@@ -15,7 +15,7 @@ SMALL = ExperimentConfig(hidden=16, growth_interval=7)
 
 
 def session_counter(trainer: Trainer) -> int:
-    return trainer._experiment.session.state_dict()["loss_scaler0"]["unskipped"]
+    return trainer._run.experiment.session.state_dict()["loss_scaler0"]["unskipped"]
 
 
 def test_the_growth_counter_is_that_of_the_session() -> None:
