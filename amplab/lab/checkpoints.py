@@ -35,6 +35,7 @@ from amplab.lab.config import OWN, ExperimentConfig
 from amplab.lab.experiment import Experiment
 from amplab.lab.rank_exchange import RankExchange
 from amplab.lab.run_log import create_free, launch_of
+from amplab.lab.run_log.header import open_log
 from amplab.lab.run_log.lock import hold, is_held
 from amplab.lab.run_log.ranks import rank_log
 from amplab.lab.saved_experiment import read_saved
@@ -149,7 +150,7 @@ class Checkpoint:
         if exchange is not None:
             return experiment, begin_again(rank_log(self.path.parent, exchange.place.rank), self.step)
         wanted = extra.get("log_bytes", 0)
-        with self.log.open("rb") as old:
+        with open_log(self.log) as old:
             found = os.fstat(old.fileno()).st_size
             if found < wanted:  # `read` would allocate what an altered checkpoint says
                 raise ValueError(
@@ -261,7 +262,7 @@ def begin_again(log: Path, step: int) -> Path:
         OSError: A file cannot be read or written.
         ValueError: The log has lost its first line.
     """
-    with log.open("rb") as old:
+    with open_log(log) as old:
         if not old.readline().endswith(b"\n"):
             raise ValueError(
                 f"{log}: no first line; expected the log of the checkpoint beside it. It was altered, or lost its end: "

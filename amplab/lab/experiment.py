@@ -38,6 +38,7 @@ from amplab.amp.backward.optimizer_params import params_of
 from amplab.diagnose import Findings, FirstNonfinite, TwinReport, doctor, twin
 from amplab.formats.exponents import BINS, LOWEST_EXPONENT
 from amplab.kernels import tensor_stats
+from amplab.lab.batches import ReadingStopped
 from amplab.lab.config import FIELDS, OWN, ExperimentConfig
 from amplab.lab.config_field import SettingRefused, listed
 from amplab.lab.events import GradientRecord, MixedScales, StepRecord
@@ -841,7 +842,7 @@ class Experiment:
             self._last_loss_id = limiting.loss_id
             # After a fault of one step the gradients are not finite; an underflow leaves them as they are.
             faulty = self._faults - after_step(self._faults) or not math.isfinite(value)
-            exponents = [math.inf if faulty else self.gradients().sample.histogram.largest_exponent]
+            exponents = [math.inf if faulty else self._exponent_of_skip()]
         return StepRecord(
             step=self._step,
             loss=value,
@@ -855,6 +856,18 @@ class Experiment:
             injected=faults_named(self._faults),
             grad_exponent=max(exponents, default=None),
         )
+
+    def _exponent_of_skip(self) -> float:
+        """Return the largest exponent of the gradients in float32; inf if code of one's own raises there.
+
+        The step is over: its weights are as before it.
+        """
+        try:
+            return self.gradients().sample.histogram.largest_exponent
+        except (ReadingStopped, StepStopped):
+            raise
+        except BaseException:  # noqa: BLE001 - the number is one of a chart
+            return math.inf
 
     def _score_of_step(self) -> float | None:
         """Return the score, or None with `score_failure` if it cannot be measured: the step is made already."""

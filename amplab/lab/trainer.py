@@ -153,6 +153,11 @@ class Trainer:
         return self._run.experiment.config
 
     @property
+    def wanted_config(self) -> ExperimentConfig:
+        """The config that will be in effect once all changes that wait are made; what a control begins from."""
+        return self._wanted
+
+    @property
     def history(self) -> History:
         """The run so far; a reset starts a new history and leaves the old one unchanged."""
         return self._run.store.history
@@ -434,10 +439,14 @@ class Trainer:
         with self._lock:
             self.stop_comparison()
             chosen = levels_of(self._wanted) if configs is None else configs
-            self._worker.post(partial(self._begin_comparison, chosen, steps))
+            comparison = self._new_comparison(chosen, steps)
+            self._worker.post(
+                partial(self._advance_comparison, comparison)
+            )  # first: Ctrl-C leaves none that never ends
+            self._comparison = comparison
 
     def stop_comparison(self) -> None:
-        """End `compare` at the next step boundary; what was trained stays in `kept`."""
+        """End `compare` at the next step boundary, also one that waits; what was trained stays in `kept`."""
         if (comparison := self._comparison) is not None:
             comparison.stop()
             self._controls.withdraw()
@@ -735,7 +744,7 @@ class Trainer:
             self._explain_last()
             self._begin_to_explain()
 
-    def _begin_comparison(self, configs: Sequence[ExperimentConfig], steps: int) -> None:
+    def _new_comparison(self, configs: Sequence[ExperimentConfig], steps: int) -> Comparison:
         def begin(config: ExperimentConfig) -> KeptRun:
             name = FIELDS["opt_level"].shown(config.opt_level)
             store, experiment = self._run.new_store(config), Experiment(config)
@@ -755,13 +764,9 @@ class Trainer:
             self._run.retired.add(run.store)
             self._run.measure(run)
 
-        self._comparison = Comparison(configs, steps, begin=begin, train=train, end=end)
-        self._advance_comparison()
+        return Comparison(configs, steps, begin=begin, train=train, end=end)
 
-    def _advance_comparison(self) -> None:
-        comparison = self._comparison
-        if comparison is None:
-            return
+    def _advance_comparison(self, comparison: Comparison) -> None:
         goes_on = False
         try:
             with self._controls.withdrawable():
@@ -771,8 +776,8 @@ class Trainer:
         self._run.kept.touch()
         self._publisher.publish(RunsChanged())
         if goes_on:
-            self._worker.post(self._advance_comparison)
-        else:
+            self._worker.post(partial(self._advance_comparison, comparison))
+        elif self._comparison is comparison:
             self._comparison = None
 
     def _report_kernels(self) -> None:

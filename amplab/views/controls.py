@@ -167,7 +167,7 @@ def field_value(name: str, value: object) -> object:
 def _change(trainer: Trainer, message: Mapping[str, Any]) -> None:
     """Change one field. A field that needs new weights resets the run, which then continues if it was running."""
     name, value = message["field"], field_value(message["field"], message["value"])
-    _set(trainer, name, _rate(trainer.config, value) if name == "lr" else value)
+    _set(trainer, name, _rate(trainer.wanted_config, value) if name == "lr" else value)
 
 
 def _rate(config: ExperimentConfig, typed: object) -> object:
@@ -204,7 +204,7 @@ def _steps(value: object) -> int:
 
 def _put_back(trainer: Trainer, message: Mapping[str, Any]) -> None:
     """Put one field back to its default."""
-    _set(trainer, message["field"], trainer.config.default_of(message["field"]))
+    _set(trainer, message["field"], trainer.wanted_config.default_of(message["field"]))
 
 
 _ACTIONS: dict[str, Callable[[Trainer, Mapping[str, Any]], object]] = {
@@ -216,7 +216,7 @@ _ACTIONS: dict[str, Callable[[Trainer, Mapping[str, Any]], object]] = {
     "speed": lambda trainer, message: trainer.set_speed(message["value"]),
     "change": _change,
     "default": _put_back,
-    "defaults": lambda trainer, _: trainer.change(**trainer.config.defaults().live_values()),
+    "defaults": lambda trainer, _: trainer.change(**trainer.wanted_config.defaults().live_values()),
     "undo": lambda trainer, _: trainer.undo(),
     "inject": lambda trainer, message: trainer.inject(message["kind"]),
 }

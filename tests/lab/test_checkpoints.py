@@ -463,6 +463,21 @@ def test_a_checkpoint_that_does_not_fit_its_log_is_a_sentence_and_the_run_goes_o
     assert len(list(tmp_path.glob("*.jsonl"))) == 1
 
 
+def test_a_log_in_whose_place_a_pipe_is_does_not_hold_up_the_trainer(tmp_path: Path) -> None:
+    trainer = Trainer(SMALL, log=tmp_path)
+    trainer.run(2)
+    saved = Checkpoint(next(tmp_path.glob("*.checkpoint")), SMALL, 2, saved=datetime.now())
+    saved.log.rename(tmp_path / "moved")
+    os.mkfifo(saved.log)
+    other = Trainer(SMALL)
+    other.continue_saved(saved)
+    is_done = other.wait(5)
+    if not is_done:
+        os.close(os.open(saved.log, os.O_WRONLY))  # lets it go
+    assert is_done
+    assert "not a regular file but a named pipe" in other.failures[-1].text
+
+
 @pytest.mark.parametrize("left", ["", '{"amplab_run": 4'])
 def test_ranks_that_start_again_refuse_a_log_without_its_first_line(tmp_path: Path, left: str) -> None:
     log = tmp_path / "rank-1.jsonl"

@@ -5,6 +5,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from long_step import busy
 from torch.nn.functional import mse_loss
 
 from amplab.lab import ExperimentConfig, Failed, Trainer, TwinReady, Undone, load_run
@@ -268,6 +269,38 @@ def test_a_comparison_can_be_stopped_and_what_was_trained_stays(trainer: Trainer
     assert not run.is_training
     assert 3 < len(run.history) < 100_000
     assert run.held_out is not None
+
+
+@pytest.mark.parametrize("end", [Trainer.stop_comparison, Trainer.stop])
+def test_a_comparison_that_waits_can_be_stopped(trainer: Trainer, end) -> None:
+    with busy(trainer):
+        trainer.compare(steps=100_000)
+        assert trainer.comparison.step == 0
+        end(trainer)
+    assert trainer.wait(20)
+    assert trainer.comparison is None
+    assert not trainer.kept.runs
+
+
+def test_a_comparison_ends_the_one_before_it_that_waits_or_trains(trainer: Trainer, until) -> None:
+    level = SMALL.changed(opt_level="O2")
+    with busy(trainer):
+        for _ in range(2):
+            trainer.compare([level], steps=100_000)
+    until(lambda: trainer.comparison is not None and trainer.comparison.step > 3)
+    trainer.compare([level], steps=3)
+    assert trainer.wait(20)
+    assert [(run.is_training, run.can_continue) for run in trainer.kept.runs] == [(False, True)] * 2
+
+
+def test_two_comparisons_that_wait_leave_no_run_in_training(trainer: Trainer) -> None:
+    """The first one begins before the second is asked for a slice."""
+    with busy(trainer):
+        trainer.compare(steps=5)
+        trainer.compare(steps=5)
+    assert trainer.wait(30)
+    assert not any(run.is_training for run in trainer.kept.runs)
+    assert {len(run.history) for run in trainer.kept.runs} == {5}
 
 
 def test_a_precision_that_cannot_train_is_a_row_with_its_error(trainer: Trainer, monkeypatch) -> None:

@@ -2,6 +2,7 @@
 
 import enum
 import functools
+import math
 import random
 import threading
 import weakref
@@ -281,6 +282,25 @@ def test_a_failed_forward_leaves_what_a_model_keeps_as_before_the_step():
     assert experiment.take_back()
     fails.clear()
     assert [experiment.step().loss for _ in range(3)] == losses[5:]
+
+
+def test_a_skipped_step_whose_gradients_cannot_be_looked_at_is_made():
+    """The look is for a number of a chart, and code of one's own may fail in it."""
+    fails = []
+
+    class Model(nn.Linear):
+        def forward(self, x):
+            if fails and self.weight.dtype == torch.float32:  # as only the look has it at O3
+                raise RuntimeError("out of memory")
+            return 1e4 * super().forward(x)
+
+    config = registered(Model(16, 4), BATCHES, loss=F.cross_entropy, optimizer=sgd)
+    experiment = Experiment(config.changed(opt_level="O3", loss_scale="dynamic"))
+    for is_finite in (True, False):
+        record = experiment.step()
+        assert record.skipped
+        assert math.isfinite(record.grad_exponent) == is_finite
+        fails.append(1)
 
 
 class Noting(nn.Module):

@@ -3,6 +3,7 @@
 import json
 
 import pytest
+from long_step import busy
 
 from amplab import lab
 from amplab.lab import FIELDS, ExperimentConfig, Trainer
@@ -159,6 +160,25 @@ def test_a_field_that_needs_new_weights_resets_the_run_which_continues(trainer: 
     assert trainer.config.model == "cnn"
     assert trainer.config.hidden == 16
     assert trainer.state == "running"
+
+
+def test_a_rate_that_is_typed_after_a_change_of_the_optimizer_is_kept(trainer: Trainer) -> None:
+    """Also where it is the usual one of the optimizer before, and the change of that waits for a long step."""
+    typed = trainer.config.usual_learning_rate
+    with busy(trainer):
+        act(trainer, change("optimizer", "adam"))
+        act(trainer, change("lr", typed))
+    assert trainer.wait(10)
+    assert (trainer.config.optimizer, trainer.config.learning_rate) == ("adam", typed)
+
+
+def test_the_default_is_that_of_the_optimizer_that_is_wanted(trainer: Trainer) -> None:
+    with busy(trainer):
+        act(trainer, change("optimizer", "adam"))
+        act(trainer, change("lr", 0.5))
+        act(trainer, {"type": "default", "field": "lr"})
+    assert trainer.wait(10)
+    assert trainer.config == ExperimentConfig(hidden=16, optimizer="adam")
 
 
 def test_run_n_steps_pauses_after_them(trainer: Trainer) -> None:

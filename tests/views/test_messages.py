@@ -1,8 +1,10 @@
 """Messages of an altered page, or of one of another version: refused in words, and nothing happens."""
 
 import math
+from functools import partial
 
 import pytest
+from long_step import busy
 
 from amplab.lab import ExperimentConfig, Run, Trainer, load_run
 from amplab.views import Dashboard, RunView
@@ -55,6 +57,19 @@ def test_messages_of_any_values_leave_no_traceback_and_a_run_that_works(lab: Das
     steps = len(trainer.history)
     lab.run(2)
     assert len(trainer.history) == steps + 2
+
+
+def test_ops_that_are_put_into_float32_one_after_the_other_in_a_long_step_all_are(lab: Dashboard, until) -> None:
+    panels, trainer = lab._presenter.parts.panels, lab.trainer
+    for ops, on, expected in [("linear relu", True, "linear,relu"), ("relu linear", False, None)]:
+        with busy(trainer):
+            for op in ops.split():
+                tell(panels, {"tab": "dtypes", "type": "override", "kind": "op", "name": op, "on": on})
+            done: list[bool] = []
+            lab._presenter._ticker.call(partial(done.append, True))
+            until(lambda done=done: done)
+        assert trainer.wait(20)
+        assert trainer.config.float32_ops == expected
 
 
 @pytest.mark.parametrize(("part", "message"), [*WITHOUT_FIELDS, *UNKNOWN])

@@ -96,7 +96,7 @@ class Player:
         fix = self.scenario.fix
         if fix is None:
             raise ValueError(f"scenario {self.scenario.name}: has no fix, because nothing is wrong.")
-        before, config = self.play, self.trainer.config.changed(**fix.changes)
+        before, config = self.play, self.trainer.wanted_config.changed(**fix.changes)
         self._before_fix = (before, self.trainer.config)
         self._awaits_reset, self._awaits_change = fix.resets, not fix.resets and config != self.trainer.config
         self.play = replace(before, stage="mending", begin=0 if fix.resets else len(self.trainer.history))

@@ -85,7 +85,7 @@ class DtypesTab(Tab):
 
     def _override(self, field: str, name: str, *, on: bool) -> None:
         """Put an op or a module into float32 at the next step boundary, or take that back."""
-        names = [each for each in listed(getattr(self.trainer.config, field)) if each != name]
+        names = [each for each in listed(getattr(self.trainer.wanted_config, field)) if each != name]
         self._problem = ""
         try:
             self.trainer.change(**{field: ",".join([*names, *([name] if on else [])]) or None})

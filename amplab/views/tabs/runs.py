@@ -84,7 +84,7 @@ class RunsTab(Tab):
     def restore(self, number: int) -> None:
         """Use the setting of a kept run: in place where the weights can stay, else with a reset."""
         trainer, wanted = self.trainer, self.trainer.kept.numbered(number).config
-        if wanted.defaults() != trainer.config.defaults():
+        if wanted.defaults() != trainer.wanted_config.defaults():
             trainer.reset(wanted)
         else:
             trainer.change(**wanted.live_values())
