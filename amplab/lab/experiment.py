@@ -25,7 +25,6 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
-from functools import partial
 from pathlib import Path
 from typing import Any, Concatenate, ParamSpec, TypeVar, cast
 
@@ -53,6 +52,7 @@ from amplab.lab.faults import (
     switched,
     with_nan,
 )
+from amplab.lab.kept_attributes import MOST_BYTES, KeptAttributes
 from amplab.lab.models import MODELS, build_model
 from amplab.lab.own_state import State, add_state, changes, in_another_session, lost_changes, own_state
 from amplab.lab.past_skips import PastSkip, PastSkips
@@ -74,7 +74,7 @@ from amplab.policies.nested_tensors import floating_tensors_in
 from amplab.policies.signals import is_interrupt
 from amplab.scalers import ScaleState
 from amplab.trace import Trace, trace_step, xray
-from amplab.trace.as_found import Undo, leaves_as_found, rebind
+from amplab.trace.as_found import Undo, leaves_as_found
 from amplab.trace.forwarded_modules import buffers_kept
 from amplab.trace.handed_step import ModelGroup
 from amplab.trace.kept_tensors import KeptBytes
@@ -97,6 +97,8 @@ SCORE_EVERY = 25
 """Steps between two measurements of the score on held-out data."""
 
 _SAMPLED = ((200, 20), (2_000, 50), (math.inf, 200))  # until this step, a histogram of the gradients every so many
+
+_MOST_BYTES_OF_STEP = 2**20  # of tensors and arrays in attributes that are copied before each step
 
 _NUMBERED = re.compile(r"models\[(\d+)\]\.")
 
@@ -125,14 +127,12 @@ R = TypeVar("R")
 
 
 def _is_look(look: Callable[Concatenate[Experiment, P], R]) -> Callable[Concatenate[Experiment, P], R]:
-    """Let a look at the next step leave the attributes of losses, too, such as a count of calls."""
+    """Let a look at the next step leave what code of one's own keeps, such as a count of calls."""
 
     @functools.wraps(look)
     def looking(self: Experiment, /, *args: P.args, **named: P.kwargs) -> R:
         with Undo() as undo:
-            for loss in self._task.parts_with_state().values():
-                for module in loss.modules():
-                    undo.add(partial(rebind, vars(module), dict(vars(module))))
+            undo.add(self._kept_attributes().restore)
             return look(self, *args, **named)
 
     return looking
@@ -203,7 +203,7 @@ class Experiment:
         self._can_stop = not is_own and exchange is None
         self._scalers_before: tuple[ScaleState, ...] = ()
         self._versions_before: list[tuple[int, int]] = []
-        self._attributes_before: list[tuple[dict[str, Any], dict[str, Any]]] = []
+        self._attributes_before = KeptAttributes({})
         self._given: Sequence[Any] | None = None  # batches of a step that runs again
 
     @property
@@ -286,7 +286,7 @@ class Experiment:
         self._scalers_before = tuple(scaler.state for scaler in self._session.scalers)
         self._rerun.forget()
         self._rerun.remember(batches[0] if len(batches) == 1 else batches)
-        self._attributes_before = [(vars(module), dict(vars(module))) for module in self._own_modules()]
+        self._attributes_before = self._kept_attributes(most_bytes=_MOST_BYTES_OF_STEP)
         self._versions_before, self.phase = self._versions(), "gradients"
         with self._taken_back_if_stopped():
             record = self._train_on(batches, self._began)
@@ -303,15 +303,15 @@ class Experiment:
         """Restore what a step that has raised in its forward or backward had changed; return whether that is all.
 
         Then what `save` saves is as before the step. It is not once an optimizer has begun to step, or if the forward
-        has written to weights or exchanged buffers. A list that a model keeps in an attribute and that the forward has
-        changed in place is not restored; an edit of a weight's `.data` is not noticed.
+        has written to weights, exchanged buffers, or written in place to a large tensor of an attribute. An edit of a
+        weight's `.data` is not noticed.
         """
-        if self.phase != "gradients" or self._versions() != self._versions_before or not self._rerun.restore_buffers():
+        if self.phase != "gradients" or self._versions() != self._versions_before:
+            return False
+        if not (self._rerun.restore_buffers() and self._attributes_before.restore()):
             return False
         for scaler, state in zip(self._session.scalers, self._scalers_before, strict=True):
             scaler.state = state
-        for names, before in self._attributes_before:
-            rebind(names, before)
         self._last, self.phase = None, ""  # the batch of the last step is not kept any more
         return True
 
@@ -448,8 +448,8 @@ class Experiment:
         experiment._accumulates_since = tuple(extra.get("accumulates_since", (0, 0)))
         experiment._task.know_place(extra)
         load_states(schedules_in_hooks(experiment._optimizers), extra.get("schedules", []))
-        experiment.left_out = tuple(extra.get("left_out", ()))
-        add_state(experiment._roots(), extra.get("own", {}), experiment._device())
+        missing = add_state(experiment._roots(), extra.get("own", {}), experiment._device())
+        experiment.left_out = (*extra.get("left_out", ()), *missing)
         experiment._began = time.perf_counter() - extra["seconds"]
         experiment._loss_scale = experiment._lowest_scale()
         for fault in extra["armed"]:
@@ -964,13 +964,18 @@ class Experiment:
         optimizers = {f"optimizer {number}".removesuffix(" 0"): each for number, each in enumerate(self._optimizers)}
         return {"model": self._model, **self._task.parts_with_state(), **optimizers}
 
-    def _own_modules(self) -> Iterator[nn.Module]:
-        """The modules of the model and of losses whose class is one's own."""
-        for root in (self._model, *self._task.parts_with_state().values()):
-            yield from (each for each in root.modules() if not type(each).__module__.startswith(("torch.", "amplab.")))
+    def _kept_attributes(self, most_bytes: int = MOST_BYTES) -> KeptAttributes:
+        """What the code that a forward runs keeps now, to be restored; nothing of the models of the lab."""
+        is_own = OWN_TASK.fullmatch(self._config.task) is not None
+        roots = {"model": self._model, **self._task.code_of_steps()} if is_own else {}
+        return KeptAttributes(roots, self._kept_tensors, most_bytes=most_bytes)
 
     def _own_state(self) -> State:
-        return own_state(self._roots(), (*self._model.parameters(), *self._model.buffers()))
+        return own_state(self._roots(), self._kept_tensors())
+
+    def _kept_tensors(self) -> list[Tensor]:
+        """The tensors that a checkpoint has by themselves."""
+        return [*self._weights(), *self._model.buffers()]
 
     def _device(self) -> torch.device | None:
         return next((each.device for each in self._model.parameters()), None)

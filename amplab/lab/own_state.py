@@ -6,8 +6,9 @@ objects anew; what had changed in them since they were built is in its checkpoin
     own_state(roots)           what they keep now, by where it is
     changes(state, before)     what is other than before; `lost_changes` names the objects of which that is not known
     add_state(roots, changes)  set it, in another process
+    holders(roots)             the objects, with the names under which they keep values
 
-Looked at are the modules of a model or a loss, optimizers and their hooks, the variables that a function shares with
+Looked at are the modules of a model or a loss, optimizers, the hooks of both, the variables that a function shares with
 the one around it, and data with their samplers and datasets. What these lead to otherwise may belong to others: it is
 neither read nor changed. A value is set by a new one in its place, never written into.
 """
@@ -17,7 +18,7 @@ from __future__ import annotations
 import functools
 import math
 import zlib
-from collections import Counter, OrderedDict, deque
+from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from types import FunctionType, MethodType
@@ -34,9 +35,20 @@ from amplab.amp.apex.before_initialize import hooks_of
 from amplab.amp.apex.optimizer_names import LENT_NAMES
 from amplab.amp.run_state.file_format import RunStateError, is_loadable
 from amplab.policies.signals import is_interrupt
+from amplab.trace.as_found import rebind
 from amplab.trace.optimizer_hooks import is_amplabs
 
-__all__ = ["State", "add_state", "changes", "in_another_session", "lost_changes", "own_state"]
+__all__ = [
+    "Names",
+    "State",
+    "add_state",
+    "changes",
+    "holders",
+    "in_another_session",
+    "lost_changes",
+    "own_state",
+    "storage_of",
+]
 
 _MOST_BYTES = 2**26  # of tensors and arrays together; what is beyond is data rather than state
 _MOST_ELEMENTS = 1_000  # of a container, unless all are numbers or text
@@ -44,10 +56,11 @@ _DEPTH = 8
 _SCALARS = (bool, int, float, str, type(None))
 _KIND = "amplab.kind"  # marks what a checkpoint has no type of its own for
 _MADE: dict[str, Callable[[Any], Any]] = {
-    each.__name__: each for each in (tuple, dict, set, frozenset, deque, OrderedDict, Counter)
+    each.__name__: each for each in (tuple, dict, set, frozenset, deque, OrderedDict, Counter, defaultdict)
 }
 _READERS = (DataLoader, Dataset, Sampler)
 
+_HOOKS_OF_MODULE = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 _OF_LOADER = ("dataset", "sampler", "batch_sampler")
 _OF_EVERY_LOADER = frozenset(vars(DataLoader(TensorDataset())))
 _OF_EVERY_MODULE = frozenset(vars(nn.Module()))
@@ -61,7 +74,7 @@ def own_state(roots: Mapping[str, Any], weights: Sequence[Tensor] = ()) -> State
 
     Args:
         roots: Objects and functions by name.
-        weights: Tensors that are kept in another way.
+        weights: Tensors that are kept in another way, as is what shares memory with them.
 
     >>> class Order:
     ...     epoch = 0
@@ -71,7 +84,7 @@ def own_state(roots: Mapping[str, Any], weights: Sequence[Tensor] = ()) -> State
     {'data': {'epoch': 3, 'order': [2, 0, 1]}}
     """
     encode = _Encoder(weights)
-    state = {path: {**encode.values(names), **_steps_within(names)} for path, names in _holders(roots)}
+    state = {path: {**encode.values(names), **_steps_within(names)} for path, names in holders(roots)}
     return {path: values for path, values in state.items() if values}
 
 
@@ -88,8 +101,8 @@ def lost_changes(state: State, before: State) -> list[str]:
     return [path for path, values in _all_changes(state, before) if any(map(_is_object, values.values()))]
 
 
-def add_state(roots: Mapping[str, Any], state: State, device: torch.device | None = None) -> None:
-    """Set what `changes` returned, where the objects are there, and a name does not stand for something else.
+def add_state(roots: Mapping[str, Any], state: State, device: torch.device | None = None) -> list[str]:
+    """Set what `changes` returned; return the paths of objects that are not there, or use a name for something else.
 
     Args:
         roots: As for `own_state`.
@@ -99,14 +112,21 @@ def add_state(roots: Mapping[str, Any], state: State, device: torch.device | Non
     Raises:
         RunStateError: A value that `own_state` does not return.
     """
-    for path, names in [*_holders(roots)]:
+    found = dict(holders(roots))
+    missing = [path for path in state if path not in found]
+    for path, names in found.items():
         for name, encoded in state.get(path, {}).items():
             try:
                 value = _decoded(encoded, device)
             except (TypeError, ValueError, AttributeError, KeyError, RuntimeError) as error:
                 raise RunStateError(f"{path}.{name}: expected a value of an attribute ({error}).") from error
+            if isinstance(value, defaultdict):  # whose function is no value
+                value.default_factory = getattr(names.get(name), "default_factory", None)
             if names.takes(name, value):
                 names.set(name, value)
+            elif path not in missing:
+                missing.append(path)
+    return missing
 
 
 def in_another_session(state: State, now: State) -> State:
@@ -137,7 +157,7 @@ def _of_every_optimizer() -> frozenset[str]:
 # -- the objects ---------------------------------------------------------------------------------------
 
 
-class _Names(Mapping[str, Any]):
+class Names(Mapping[str, Any]):
     """The names under which an object keeps values."""
 
     def __init__(self, owner: Any, names: dict[str, Any], without: frozenset[str] = frozenset()) -> None:
@@ -147,6 +167,7 @@ class _Names(Mapping[str, Any]):
         return self._names[name]
 
     def set(self, name: str, value: Any) -> None:
+        """Let a name stand for a value."""
         self._names[name] = value
 
     def __iter__(self) -> Iterator[str]:
@@ -156,20 +177,27 @@ class _Names(Mapping[str, Any]):
         return sum(1 for _ in self)
 
     def takes(self, name: str, value: Any) -> bool:
-        """Whether a value of a file may stand here: of the kind of the present one, and no method or weight hidden."""
+        """Whether a value of a file may stand here: it hides no method or weight, and replaces no function or part."""
         owner, is_new = self._owner, name not in self._names
         hidden = name.startswith("__") or name in self._without or callable(getattr(type(owner), name, None))
         if isinstance(owner, nn.Module):
             hidden = hidden or any(name in each for each in (owner._parameters, owner._buffers, owner._modules))
-        return not hidden and (is_new or _is_of_kind(self._names[name], value))
+        return not hidden and (is_new or _may_follow(self._names[name], value))
+
+    def restorer(self) -> Callable[[], None]:
+        """Return a function that lets every name stand for what it stands for now."""
+        return partial(rebind, self._names, dict(self._names))
 
 
-class _Buffers(_Names):
+class _Buffers(Names):
+    def restorer(self) -> Callable[[], None]:
+        return lambda: None  # kept with the weights
+
     def takes(self, name: str, value: Any) -> bool:
         return name in self._names and isinstance(value, Tensor)
 
 
-class _Cells(_Names):
+class _Cells(Names):
     """The variables that a function shares with the function around it."""
 
     def __init__(self, function: FunctionType) -> None:
@@ -181,7 +209,14 @@ class _Cells(_Names):
         self._cells[name].cell_contents = value
 
     def takes(self, name: str, value: Any) -> bool:
-        return name in self._cells and _is_of_kind(self._names[name], value)
+        return name in self._cells and _may_follow(self._names[name], value)
+
+    def restorer(self) -> Callable[[], None]:
+        def restore() -> None:
+            for name, value in self._names.items():
+                self.set(name, value)
+
+        return restore
 
 
 def _has_value(cell: Any) -> bool:
@@ -191,17 +226,16 @@ def _has_value(cell: Any) -> bool:
         return False
 
 
-def _is_of_kind(own: Any, value: Any) -> bool:
-    """Whether a value may follow another one in an attribute."""
-    if own is None or value is None:
-        return not callable(own)
-    numbers = (bool, int, float, np.generic)
-    if isinstance(own, numbers) or isinstance(value, numbers):
-        return isinstance(own, numbers) and isinstance(value, numbers)
-    return isinstance(value, type(own)) or (isinstance(own, Tensor) and isinstance(value, Tensor))
+def _may_follow(own: Any, value: Any) -> bool:
+    """Whether a value may follow another one in an attribute: a run has replaced it so, by the same code."""
+    if isinstance(value, defaultdict):
+        return isinstance(own, defaultdict)
+    if isinstance(own, str) is not isinstance(value, str) and None not in (own, value):
+        return False
+    return not callable(own) and not isinstance(own, (nn.Parameter, Optimizer, *_READERS))
 
 
-def _holders(roots: Mapping[str, Any]) -> Iterator[tuple[str, _Names]]:
+def holders(roots: Mapping[str, Any]) -> Iterator[tuple[str, Names]]:
     """Yield the path and the names of each object that keeps something, of each one once."""
     seen: set[int] = set()
     waiting = [*roots.items()]
@@ -212,25 +246,41 @@ def _holders(roots: Mapping[str, Any]) -> Iterator[tuple[str, _Names]]:
         seen.add(id(value))
         if isinstance(value, nn.Module):
             for place, module in value.named_modules():
-                yield f"{path}/{place}", _Names(module, vars(module), _OF_EVERY_MODULE)
+                yield f"{path}/{place}", Names(module, vars(module), _OF_EVERY_MODULE)
                 yield f"{path}/{place} buffers", _Buffers(module, module._buffers)
+                waiting += _hooks(f"{path}/{place}", module)
         elif isinstance(value, Optimizer):
             if not type(value).__module__.startswith(("torch.", "amplab.")):  # whose state_dict has all
-                yield path, _Names(value, vars(value), _of_every_optimizer())
-            hooks = [hook for hooks in hooks_of(value) for hook in hooks.values() if not is_amplabs(hook)]
-            waiting += [(f"{path} hook {place}", hook) for place, hook in enumerate(hooks)]
+                yield path, Names(value, vars(value), _of_every_optimizer())
+            waiting += _hooks(path, value)
         elif isinstance(value, FunctionType):
             yield path, _Cells(value)
         elif isinstance(value, MethodType | partial):
             waiting.append((path, value.__self__ if isinstance(value, MethodType) else value.func))
         elif isinstance(names := getattr(value, "__dict__", None), dict) and not isinstance(value, type):
             without = _OF_EVERY_LOADER if isinstance(value, DataLoader) else frozenset()
-            yield path, _Names(value, names, without)
+            yield path, Names(value, names, without)
             parts = [(name, names.get(name)) for name in (_OF_LOADER if isinstance(value, DataLoader) else [*names])]
             waiting += [(f"{path}.{name}", part) for name, part in parts if issubclass(type(part), _READERS)]
+            waiting += [reader for name, part in parts for reader in _readers_in(f"{path}.{name}", part)]
 
 
-def _steps_within(names: _Names) -> dict[str, Any]:
+def _hooks(path: str, owner: nn.Module | Optimizer) -> list[tuple[str, Any]]:
+    """Return the hooks of one's own that run in a step."""
+    found = hooks_of(owner) if isinstance(owner, Optimizer) else [getattr(owner, name) for name in _HOOKS_OF_MODULE]
+    hooks = [hook for hooks in found for hook in hooks.values() if not is_amplabs(hook)]
+    return [(f"{path} hook {place}", hook) for place, hook in enumerate(hooks)]
+
+
+def _readers_in(path: str, parts: Any) -> list[tuple[str, Any]]:
+    """Return the datasets and samplers in a list, a tuple or a dict, as ConcatDataset has one."""
+    if type(parts) not in (list, tuple, dict) or len(parts) > _MOST_ELEMENTS:
+        return []
+    named = [*parts.items()] if isinstance(parts, dict) else [*enumerate(parts)]
+    return [(f"{path}[{name!r}]", part) for name, part in named if issubclass(type(part), _READERS)]
+
+
+def _steps_within(names: Names) -> dict[str, Any]:
     """Return what tells that the optimizers and schedules which an optimizer has in its attributes have made steps."""
     if not isinstance(names._owner, Optimizer):
         return {}
@@ -277,11 +327,24 @@ class _PassesBy(Exception):
     """Of one that says nothing about the run, or is looked at by itself."""
 
 
+class _SharesWeights(Exception):
+    """Of one that has the memory of a weight, or of a list of such: it is what its code makes it."""
+
+
+def storage_of(tensor: Tensor) -> int:
+    """Return where the memory of a tensor begins; 0 without any."""
+    try:
+        return tensor.untyped_storage().data_ptr()
+    except (RuntimeError, NotImplementedError):  # as of a sparse tensor, or of a subclass
+        return 0
+
+
 class _Encoder:
     """Copies values into the form of a checkpoint, up to `_MOST_BYTES` in all."""
 
     def __init__(self, weights: Sequence[Tensor]) -> None:
         self._weights, self._left = {id(each) for each in weights}, _MOST_BYTES
+        self._storages = {*map(storage_of, weights)} - {0}
 
     def values(self, names: Mapping[str, Any]) -> dict[str, Any]:
         found = {}
@@ -290,6 +353,8 @@ class _Encoder:
                 found[name] = self._loadable(names[name])
             except _PassesBy:
                 continue
+            except _SharesWeights:
+                found[name] = _Object(type(names[name]), _SharesWeights)
             except Exception as refusal:  # of a strange object, or one that a thread changes meanwhile
                 if is_interrupt(refusal):
                     raise
@@ -317,12 +382,19 @@ class _Encoder:
         if depth == _DEPTH or (len(value) > _MOST_ELEMENTS and not _are_scalars(value)):
             raise _NotKept
         items = [*value.items()] if isinstance(value, dict) else [*value]
+        if kind is defaultdict and depth:
+            raise _NotKept  # its function would be lost
         each = items if _are_scalars(items) else [self._encoded(one, depth + 1) for one in items]
-        return each if kind is list else {_KIND: kind.__name__, "value": each}
+        if kind is list:
+            return each
+        bound = {"maxlen": value.maxlen} if kind is deque else {}
+        return {_KIND: kind.__name__, "value": each, **bound}
 
     def _of_tensor(self, value: Tensor) -> Tensor:
         if id(value) in self._weights or isinstance(value, nn.Parameter):
             raise _PassesBy
+        if storage_of(value) in self._storages:
+            raise _SharesWeights
         is_plain = type(value) is Tensor and value.layout is torch.strided and not value.is_meta
         if not is_plain or (value.requires_grad and value.grad_fn is None):
             raise _NotKept
@@ -348,8 +420,9 @@ def _number_of(value: Any) -> Any:
             return id(value), None if value.is_inference() else value._version
         if isinstance(value, np.ndarray) and value.nbytes <= _MOST_BYTES // 4 and not value.dtype.hasobject:
             return zlib.crc32(value.tobytes())
-        if isinstance(value, list | tuple | deque):
-            return hash(tuple(map(id, value)))
+        if isinstance(value, list | tuple | deque | set | frozenset | dict):
+            items = (part for item in value.items() for part in item) if isinstance(value, dict) else value
+            return hash(tuple(repr(each) if type(each) in _SCALARS else id(each) for each in items))
     except Exception as refusal:
         if is_interrupt(refusal):
             raise
@@ -389,4 +462,8 @@ def _decoded(value: Any, device: torch.device | None) -> Any:
         array = content.numpy().copy()
         return array if kind == "ndarray" else array[()]
     made, items = _MADE[kind], _decoded(content, device)
+    if made is deque:
+        return deque(items, value.get("maxlen"))
+    if made is defaultdict:
+        return defaultdict(None, items)
     return made(dict(items)) if issubclass(made, dict) else made(items)  # type: ignore[arg-type]

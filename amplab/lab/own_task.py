@@ -35,6 +35,7 @@ from amplab.lab.batches import Batches, check_data
 from amplab.lab.code_digests import code_digests
 from amplab.lab.config import OWN
 from amplab.lab.data_generators import DataGenerators
+from amplab.lab.kept_attributes import KeptAttributes
 from amplab.lab.models import MODELS, ModelChoice
 from amplab.lab.tasks import OWN_TASK, TASKS, MakeOptimizer, Score, Task, TaskChoice, TaskLoss
 from amplab.lab.tasks.task import drawing_alone
@@ -42,6 +43,7 @@ from amplab.optimizers import FusedOptimizer
 from amplab.optimizers.group_settings import learning_rate
 from amplab.policies.signals import is_interrupt
 from amplab.trace.argument_checks import accepts
+from amplab.trace.as_found import Undo
 from amplab.trace.forwarded_modules import buffers_kept
 from amplab.trace.handed_step import Loss, ModelGroup, as_model, handed_step
 from amplab.trace.optimizer_hooks import is_amplabs
@@ -104,6 +106,8 @@ class OwnTask(Task):
             TaskLoss(_name_of_loss(model, number, code), _loss_of(loss, step), places[model])
             for number, (model, loss, step) in enumerate(given)
         )
+        code_of_steps = [each for _, loss, step in given for each in (loss, step) if each is not None]
+        self._code_of_steps = {f"code {number}": each for number, each in enumerate(code_of_steps)}
         self._devices: tuple[torch.device, ...] = ()
         self._trained: dict[str, list[str]] = {}  # the parameters of each model; a step may freeze some for a while
 
@@ -125,6 +129,10 @@ class OwnTask(Task):
     def parts_with_state(self) -> dict[str, nn.Module]:
         """Return the losses that are modules."""
         return self._modules_of_losses
+
+    def code_of_steps(self) -> dict[str, Any]:
+        """Return the functions and modules that were given as `loss` and `step`."""
+        return self._code_of_steps
 
     def tell_of_reading(self, goes_on: Callable[[int], bool]) -> None:
         """See `Batches.goes_on`."""
@@ -398,7 +406,8 @@ def _check_fresh(model: nn.Module, earlier: Sequence[ReferenceType[Tensor]]) -> 
 
 def _try_one_step(task: OwnTask, model: nn.Module) -> None:
     """Run the forward of every loss once."""
-    with buffers_kept(model):
+    with buffers_kept(model), Undo() as undo:
+        undo.add(KeptAttributes({"model": model, **task.code_of_steps()}).restore)  # hooks are shared by all copies
         for loss in task.losses:
             loss.of(model, task.batch(0, 0))
 

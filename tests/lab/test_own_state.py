@@ -6,7 +6,7 @@ import math
 import random
 import threading
 import weakref
-from collections import Counter, deque
+from collections import Counter, defaultdict, deque
 
 import numpy as np
 import pytest
@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from own_models import Tagger, registered
 from torch import nn
-from torch.utils.data import DataLoader, Sampler, TensorDataset
+from torch.utils.data import ConcatDataset, DataLoader, Dataset, Sampler, TensorDataset
 
 from amplab.amp.run_state.file_format import RunStateError
 from amplab.lab import TASKS, Experiment, Trainer
@@ -156,7 +156,104 @@ def sgd(weights):
     return torch.optim.SGD(weights, lr=0.1)
 
 
+class Baseline(nn.Module):
+    """Subtracts averages that begin as a number, and as an empty list, and are tensors later."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear, self.average, self.memory = nn.Linear(16, 4), 0.0, []
+
+    def forward(self, x):
+        out = self.linear(x)
+        mean = out.detach().float().mean(0, keepdim=True)
+        self.average = 0.9 * self.average + 0.1 * mean
+        self.memory = torch.cat([self.memory, mean])[-5:] if len(self.memory) else mean
+        return out - self.average - self.memory.mean(0)
+
+
+class Recent(nn.Module):
+    """Keeps the latest few sizes, and counts what it has seen."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear, self.recent, self.seen = nn.Linear(16, 4), deque(maxlen=3), defaultdict(int)
+
+    def forward(self, x):
+        out = self.linear(x)
+        self.recent.append(float(out.detach().abs().mean()))
+        self.seen["calls"] += 1
+        return out / (1 + sum(self.recent) + 1 / self.seen["calls"])
+
+
+def counted_layer():
+    """A model with a hook that notes its calls on the layer, and one that counts in a variable of its function."""
+    model, calls = nn.Sequential(nn.Linear(16, 8), nn.Linear(8, 4)), 0
+
+    def note(module, _inputs, output):
+        nonlocal calls
+        calls += 1
+        module.calls = getattr(module, "calls", 0) + 1
+        return output * (1 + 1 / (module.calls + calls))
+
+    model[0].register_forward_hook(note)
+    return model
+
+
+def averaged_norm(weights):
+    optimizer, average = torch.optim.SGD(weights, lr=0.1), 0.0
+
+    def clip(*_):
+        nonlocal average
+        grads = [weight.grad for weight in optimizer.param_groups[0]["params"]]
+        average = 0.9 * average + 0.1 * torch.stack([grad.norm() for grad in grads]).norm()
+        for grad in grads:
+            grad.mul_(1 / (1 + average))
+
+    optimizer.register_step_pre_hook(clip)
+    return optimizer
+
+
+def clamped(weights):
+    """Clamps the weights after each step, as WGAN does, by tensors that share their memory."""
+    optimizer, values = torch.optim.SGD(weights, lr=0.5), [weight.data for weight in weights]
+    optimizer.register_step_post_hook(lambda *_: [value.clamp_(-0.2, 0.2) for value in values])
+    return optimizer
+
+
+class OfData(torch.optim.Optimizer):
+    """Writes to the memory of the weights."""
+
+    def __init__(self, weights):
+        super().__init__(weights, {"lr": 0.1})
+        self.values = [weight.data for weight in self.param_groups[0]["params"]]
+
+    def step(self, closure=None):
+        for value, weight in zip(self.values, self.param_groups[0]["params"], strict=True):
+            value.sub_(weight.grad, alpha=0.1)
+
+
+class Growing(Dataset):
+    """Its samples depend on how many were read."""
+
+    def __init__(self):
+        self.seen = 0
+
+    def __len__(self):
+        return 32
+
+    def __getitem__(self, place):
+        self.seen += 1
+        return X[place] * (1 + 32 / (32 + self.seen)), Y[place]
+
+
 CASES = {
+    "baseline": {"model": Baseline},
+    "recent": {"model": Recent},
+    "counted layer": {"model": counted_layer},
+    "averaged norm": {"optimizer": lambda: averaged_norm},
+    "clamped": {"optimizer": lambda: clamped},
+    "memory": {"optimizer": lambda: OfData},
+    "datasets": {"data": lambda: DataLoader(ConcatDataset([Growing(), Growing()]), 16)},
     "loss": {"loss": Centered},
     "model": {"model": Recurrent},
     "epoch": {"data": EpochSeed},
@@ -325,7 +422,10 @@ def test_a_model_that_notes_what_it_draws_is_the_same_one_in_another_kernel():
     assert digests[0] == digests[1]
 
 
-@pytest.mark.parametrize("case", [case for case in CASES if case != "in place"])
+SHARED = ("in place", "counted layer", "datasets")  # by all runs of a kernel, as `lab.open` says
+
+
+@pytest.mark.parametrize("case", [case for case in CASES if case not in SHARED])
 def test_runs_of_one_kernel_have_what_their_objects_keep_for_themselves(case):
     config = opened(case)
     first, waiting = Experiment(config), Experiment(config)

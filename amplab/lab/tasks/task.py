@@ -135,6 +135,10 @@ class Task(ABC):
         """Return the losses that are modules, by name: their buffers and attributes may change in a run."""
         return {}
 
+    def code_of_steps(self) -> dict[str, Any]:
+        """Return the functions and modules of one's own that compute the losses, by name."""
+        return {}
+
     def tell_of_reading(self, goes_on: Callable[[int], bool]) -> None:  # noqa: B027
         """Call a function now and then while many batches are read before that of a step; it says whether to go on."""
 

@@ -1,0 +1,162 @@
+"""What a model, losses and functions of one's own keep, as it was before a look at a step, or a step that has raised.
+
+A forward may count its calls, or append to a list. A look runs the forward that a later step runs again, and leaves no
+trace in them; nor does a step that is taken back.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, OrderedDict, defaultdict, deque
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from amplab.lab.own_state import Names, holders, storage_of
+from amplab.trace.tensor_copies import write_value
+
+__all__ = ["MOST_BYTES", "KeptAttributes"]
+
+MOST_BYTES = 2**26
+"""Of tensors and arrays in attributes that are kept."""
+
+_MOST_ELEMENTS = 100_000  # of containers together; of longer ones what was appended is removed
+_DEPTH = 4
+_DICTS = (dict, OrderedDict, Counter, defaultdict)
+
+
+class KeptAttributes:
+    """Names, the contents of lists, dicts, sets and deques, and the elements of tensors and arrays, as they are now.
+
+    Args:
+        roots: Objects and functions by name; see `own_state.holders`.
+        weights: Returns tensors that are kept in another way, as is what shares memory with them.
+        most_bytes: Of tensors and arrays; the elements of others are not kept.
+
+    >>> class Model(torch.nn.Module):
+    ...     def __init__(self):
+    ...         super().__init__()
+    ...         self.calls, self.log, self.peak = 0, [], torch.zeros(2)
+    >>> model = Model()
+    >>> kept = KeptAttributes({"model": model})
+    >>> model.calls += 1
+    >>> model.log.append(0.5)
+    >>> _ = model.peak.add_(1)
+    >>> kept.restore(), model.calls, model.log, model.peak.tolist()
+    (True, 0, [], [0.0, 0.0])
+    """
+
+    def __init__(
+        self, roots: Mapping[str, Any], weights: Callable[[], Iterable[Tensor]] = tuple, *, most_bytes: int = MOST_BYTES
+    ) -> None:
+        self._weights = weights
+        self._storages: set[int] | None = None
+        self._bytes_left, self._elements_left = most_bytes, _MOST_ELEMENTS
+        self._seen: set[int] = set()
+        self._restorers: list[Callable[[], bool | None]] = []
+        for _, names in holders(roots):
+            self._keep_names(names)
+
+    def _is_weights(self, value: Tensor) -> bool:
+        if self._storages is None:
+            self._storages = {*map(storage_of, self._weights())}
+        return storage_of(value) in self._storages
+
+    def restore(self) -> bool:
+        """Let everything be as it was; return False if elements of a tensor have changed that were not kept.
+
+        What is unchanged is not written.
+        """
+        is_all = True
+        for restore in self._restorers:
+            is_all = restore() is not False and is_all
+        return is_all
+
+    def _keep_names(self, names: Names) -> None:
+        self._restorers.append(names.restorer())
+        with suppress(RuntimeError):  # a thread of one's own changes one meanwhile
+            for name in names:
+                if type(value := names[name]) not in _PLAIN:
+                    self._keep_contents(value)
+
+    def _keep_contents(self, value: Any, depth: int = 0) -> None:
+        kind = type(value)
+        if id(value) in self._seen or depth == _DEPTH:
+            return
+        if kind is Tensor or kind is np.ndarray:
+            self._seen.add(id(value))
+            self._restorers.append(self._elements_of(value))
+        elif kind in (list, set, deque, *_DICTS):
+            self._seen.add(id(value))
+            is_short = len(value) <= self._elements_left
+            if is_short:
+                self._elements_left -= len(value)
+                self._restorers.append(partial(_restore_contents, value, value.copy()))
+            elif kind is list:
+                self._restorers.append(partial(_cut, value, len(value)))
+            for each in [*(value.values() if isinstance(value, dict) else value)] if is_short else ():
+                if type(each) not in _PLAIN:
+                    self._keep_contents(each, depth + 1)
+        elif kind is tuple:
+            for each in value:
+                self._keep_contents(each, depth + 1)
+
+    def _elements_of(self, value: Any) -> Callable[[], bool | None]:
+        is_array = isinstance(value, np.ndarray)
+        if is_array and (value.dtype.hasobject or not value.flags.writeable):
+            return _nothing
+        if not is_array and (value.layout is not torch.strided or value.is_meta or self._is_weights(value)):
+            return _nothing
+        if value.nbytes > self._bytes_left:
+            return _nothing if is_array or value.is_inference() else partial(_is_unwritten, value, value._version)
+        self._bytes_left -= value.nbytes
+        if is_array:
+            return partial(_restore_array, value, value.copy())
+        return partial(_restore_tensor, value, value.detach().clone(), None if value.is_inference() else value._version)
+
+
+_PLAIN = frozenset((bool, int, float, str, bytes, type(None)))
+
+
+def _nothing() -> None:
+    """Nothing is kept of a value."""
+
+
+def _restore_contents(value: Any, before: Any) -> None:
+    if isinstance(value, dict):
+        if len(value) != len(before) or any(
+            key is not other or value[key] is not before[key] for key, other in zip(value, before, strict=True)
+        ):
+            value.clear()
+            for key, each in before.items():  # `update` of a Counter adds
+                value[key] = each
+    elif isinstance(value, set):
+        if value != before:
+            value.clear()
+            value.update(before)
+    elif len(value) != len(before) or any(one is not other for one, other in zip(value, before, strict=True)):
+        value.clear()
+        value.extend(before)
+
+
+def _cut(value: list[Any], length: int) -> None:
+    del value[length:]
+
+
+def _is_unwritten(value: Tensor, version: int) -> bool:
+    return value._version == version
+
+
+def _restore_tensor(value: Tensor, before: Tensor, version: int | None) -> None:
+    if version is None or value._version != version or value.shape != before.shape:
+        with torch.no_grad(), suppress(RuntimeError):
+            write_value(value, before)
+
+
+def _restore_array(value: Any, before: Any) -> None:
+    if value.shape == before.shape and value.tobytes() != before.tobytes():
+        value[...] = before
