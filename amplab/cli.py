@@ -542,9 +542,10 @@ def add_doctor(parser: argparse.ArgumentParser) -> None:
 def add_run(parser: argparse.ArgumentParser) -> None:
     """Add the options of ``amplab run``; everything from the script's name on belongs to the script."""
     parser.description = (
-        "Run a script as `python` does, with amplab in place of apex. With --device cpu, tensors on CUDA are "
-        "CPU tensors that are marked as CUDA's: moves copy as on a GPU, torch.autocast casts by CUDA's lists, "
-        "torch.cuda's names answer or say what to use instead. Each kind of redirected call is reported once on stderr."
+        "Run a script as `python` does, with amplab in place of apex. With --device cpu, CUDA calls run "
+        "on the CPU: tensors stay there, so is_cuda is False and device is cpu, but moves copy as on a GPU, type() "
+        "names CUDA's types, torch.autocast casts by CUDA's lists, and torch.cuda's names answer or say what to use "
+        "instead. Each kind of redirected call is reported once on stderr."
     )
     parser.add_argument("--device", choices=DEVICES, help="run the script's CUDA calls on the CPU")
     parser.add_argument("-m", dest="module", action="store_true", help="run a module, as `python -m` does")

@@ -771,6 +771,9 @@ def watch(
     thousand, whose ops are looked at: under any dispatch mode torch computes the gradients of ``prod``, and of
     ``masked_fill`` with a tensor as its value, by another formula, whose last bits may differ.
 
+    If another thread is alive when the block ends, as in a notebook, amplab's hooks on the steps of all optimizers stay
+    registered in the process; they do nothing until the next watch or tool.
+
     Args:
         model: the model, or a wrapper of it such as DataParallel or DDP.
         optimizer: one or several; a step of the first one is a step of the run.

@@ -4,6 +4,7 @@
     lessons     the working copies of the notebooks, which the person may change
     server      the command line and the environment of JupyterLab
     beside      the modules in the folder of a notebook, which its kernel could import
+    kernel      the start of the kernel, which imports from that folder from its first cell on
     trust       the part of its server that signs unchanged lessons
     contents    the part of its server that reads notebooks, without the saved widgets of one that is not signed
     jupyter     its default settings; its kernel; a prebuilt extension that opens the lab when its lesson opens

@@ -6,10 +6,10 @@ the defaults in ``jupyter`` (no news pop-up) rank below the user's own settings.
 
 The server starts with ``-P``: it never imports from the folder in which ``amplab lab`` was called, and it starts no
 language server that it finds there. Kernels start with ``-P``, too, by the kernel spec in ``jupyter/data``; Jupyter's
-own would look for the kernel in the notebook's folder first. Once a kernel has started, this folder is the last one on
-`sys.path`: a notebook can import the modules next to it, and none of them hides a module that is installed. (Python
-finds an installed checkout after that; so amplab is imported before.) The lab's cell runs by itself only where there
-are no such modules.
+own would look for the kernel in the notebook's folder first. From its first cell on, this folder is the last one on
+`sys.path` (``kernel.py``): a notebook can import the modules next to it, and none of them hides a module that is
+installed. (Python finds an installed checkout after that; so amplab is imported before.) The lab's cell runs by itself
+only where there are no such modules.
 """
 
 import importlib.util

@@ -301,11 +301,13 @@ class FusedOptimizer(Optimizer):
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Set the state of any optimizer of the same rule."""
         defaults = state.get("defaults") or self.defaults  # a pickle has them, a state_dict does not
+        names = set(defaults)
         for group in state["param_groups"]:
             has_count = "step" in group
             for name, default in defaults.items():
                 group.setdefault(name, default)
-            group["fused"] = True
+            if "fused" in defaults:  # torch's class has this option, and the state of torch's says None
+                group["fused"] = True
             self._refuse(group)
             for param in group["params"]:
                 if param in state["state"]:
@@ -314,6 +316,8 @@ class FusedOptimizer(Optimizer):
             if self._counts_in_groups:
                 _adopt_count(group, state["state"], has_count)
         super().__setstate__(state)
+        for name in set(self.defaults) - names:  # torch adds "differentiable"; the next copy's groups would have it
+            del self.defaults[name]
         if self._counts_in_groups:
             self._counts = [group.get("step") for group in self.param_groups]
 

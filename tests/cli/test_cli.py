@@ -125,6 +125,13 @@ def test_run_refuses_in_one_line(
     assert said in refusal(capsys, "run", *arguments)
 
 
+def test_the_help_of_run_says_what_a_tensor_moved_to_cuda_is(capsys: pytest.CaptureFixture[str]) -> None:
+    """`tests/scripts/test_sides.py` has the tensors."""
+    printed = help_of(capsys, "run")
+    assert "is_cuda is False and device is cpu" in printed
+    assert "marked" not in printed
+
+
 def test_what_follows_the_script_is_the_scripts() -> None:
     words = ["run", "--device", "cpu", "train.py", "--device", "cuda", "-m", "--", "-h"]
     options = build_parser().parse_args(words)

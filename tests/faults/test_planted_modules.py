@@ -9,6 +9,7 @@ import argparse
 import os
 import subprocess
 import sys
+from contextlib import contextmanager
 from importlib.machinery import PathFinder
 from importlib.metadata import packages_distributions
 from pathlib import Path
@@ -128,18 +129,49 @@ def test_no_module_beside_a_notebook_hides_one_that_is_installed(tmp_path, monke
         if name.isidentifier() and (name == "amplab" or PathFinder.find_spec(name) is not None):
             (tmp_path / f"{name}.py").write_text(PLANTED.format(ran=str(tmp_path / "ran")))
     (tmp_path / "beside.py").write_text("")
+    with kernel_in(tmp_path, monkeypatch) as client:
+        reply = client.execute("import amplab.lab, torch, plotly, beside", reply=True, timeout=100)
+        assert reply["content"]["status"] == "ok"
+    assert not (tmp_path / "ran").exists()
+
+
+CODE = ("impor", "import mine.", "from mine import ", "import mine; mine.", "'a'.", "import zlib; zlib.", "mine")
+
+
+def test_no_module_beside_a_notebook_runs_before_a_cell_does(tmp_path, monkeypatch):
+    """On Tab, for example, IPython and jedi look for modules that need not be installed. Silent code is no cell."""
+    for name in {"colorama", "ctags", "docrepr", "gi", "mine", "numpydoc", "sphinx", *sys.stdlib_module_names}:
+        (tmp_path / f"{name}.py").write_text(PLANTED.format(ran=str(tmp_path / "ran")))
+    (tmp_path / "beside.py").write_text("")
+    with kernel_in(tmp_path, monkeypatch) as client:
+        for code in CODE:  # Tab and Shift-Tab
+            client.complete(code, reply=True, timeout=100)
+            client.inspect(code, reply=True, timeout=100)
+            client.inspect(code, detail_level=1, reply=True, timeout=100)
+        silent = client.execute("import mine", silent=True, reply=True, timeout=100)["content"]
+        client.execute("", reply=True, timeout=100)
+        client.execute("1", silent=True, user_expressions={"a": "__import__('mine')"}, reply=True, timeout=100)
+        assert not (tmp_path / "ran").exists()
+        assert silent["ename"] == "ModuleNotFoundError"
+        for _ in range(2):
+            cell = "import beside, sys; assert (sys.path[-1], sys.path.count('')) == ('', 1), sys.path"
+            assert client.execute(cell, reply=True, timeout=100)["content"]["status"] == "ok"
+    assert not (tmp_path / "ran").exists()
+
+
+@contextmanager
+def kernel_in(folder, monkeypatch):
+    """Start a kernel of the lab in the folder, and yield a client."""
     for name, value in lab_environment(os.environ).items():
         monkeypatch.setenv(name, value)
     monkeypatch.delenv("PYTHONPATH", raising=False)
     manager = KernelManager(kernel_name="python3")
-    manager.start_kernel(cwd=str(tmp_path))
+    manager.start_kernel(cwd=str(folder))
     client = manager.blocking_client()
     try:
         client.start_channels()
         client.wait_for_ready(timeout=100)
-        reply = client.execute("import amplab.lab, torch, plotly, beside", reply=True, timeout=100)
-        assert reply["content"]["status"] == "ok"
+        yield client
     finally:
         client.stop_channels()
         manager.shutdown_kernel(now=True)
-    assert not (tmp_path / "ran").exists()

@@ -58,6 +58,34 @@ def test_records_come_back_as_they_went_in():
         history.record(2500)
 
 
+def test_a_loop_gets_the_records_one_after_another():
+    history = filled(9000)  # some blocks, and steps that are pending
+    assert repr(list(history)) == repr(history.records())
+    assert [entry.step for entry, _ in zip(history, range(3), strict=False)] == [0, 1, 2]
+    assert list(History()) == []
+
+
+def test_a_loop_ends_with_the_steps_that_there_were_when_it_began():
+    history, seen = filled(5000), []
+    for entry in history:
+        seen.append(entry.step)
+        history.append(record(5000 + entry.step))
+    assert seen == list(range(5000))
+    assert len(history) == 10_000
+
+
+def test_a_loop_over_a_long_run_holds_one_block_of_it():
+    history = History()
+    history.extend(rows(200_000))
+    tracemalloc.start()
+    try:
+        assert sum(entry.skipped for entry in history) == history.skip_count
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert peak < 200_000 * 32, "bytes; a list of the records has hundreds for each"
+
+
 def test_counts_and_summaries():
     history = filled(2500)
     assert (len(history), history.skip_count, history.last_score) == (2500, 5, 0.5)

@@ -261,6 +261,21 @@ def test_a_copy_goes_on_to_the_same_bits(name, copied, done):
 
 
 @NAMES
+@pytest.mark.parametrize("copied", [copy.deepcopy, copied_by_pickle, copied_by_state_dict])
+@pytest.mark.parametrize("done", [0, 2])
+def test_a_copy_has_the_keys_and_values_of_the_groups(name, copied, done):
+    task = Task()
+    optimizer = make(name, task.model.parameters())
+    for _ in range(done):
+        task.loss().backward()
+        optimizer.step()
+    groups = copy.deepcopy(optimizer.state_dict()["param_groups"])
+    other = copied(optimizer)
+    assert other.state_dict()["param_groups"] == groups
+    assert copied(other).state_dict()["param_groups"] == groups
+
+
+@NAMES
 def test_a_group_that_is_added_later_steps_as_one_from_the_start(name):
     first, late, early = (nn.Parameter(torch.linspace(-1, 2, 12).reshape(3, 4)) for _ in range(3))
     optimizer, other = make(name, [first]), make(name, [early])

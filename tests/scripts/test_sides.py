@@ -44,6 +44,7 @@ def test_a_batch_on_cuda_is_not_the_data_set(move):
     assert data[0].tolist() == [0.0, 1.0, 2.0]
     assert batch.cuda() is batch.to("cuda") is batch.to(batch.device) is batch.to(torch.float32) is batch
     assert batch.type() == "torch.cuda.FloatTensor"
+    assert (batch.is_cuda, batch.device.type) == (False, "cpu")  # as `amplab run --help` says
 
 
 BACK = {
