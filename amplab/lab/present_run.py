@@ -398,8 +398,10 @@ class PresentRun:
     def _tell_left_out(self, name: str, experiment: Experiment) -> None:
         """Tell what a checkpoint could not hold of an experiment that was read from one."""
         if experiment.left_out:
-            text = f"{name} continues, and {', '.join(experiment.left_out)} begins anew"
-            self._publisher.publish(Failed(f"{text}: a checkpoint holds numbers, tensors and text.", attempted=True))
+            parts = ", ".join(part.rstrip("/") for part in experiment.left_out)
+            text = f"{name} continues, but not with what these have kept in attributes: {parts}. A checkpoint holds"
+            text = f"{text} numbers, tensors and text, for objects that the code makes again."
+            self._publisher.publish(Failed(text, attempted=True))
 
     def _restored(self, saved: Checkpoint) -> tuple[Experiment, RunStore]:
         """Return the experiment and the store of a saved run; a new log that later steps cannot follow is removed."""
