@@ -26,7 +26,7 @@ from dataclasses import dataclass, field, replace
 from datetime import datetime
 from itertools import count
 from pathlib import Path
-from typing import BinaryIO
+from typing import BinaryIO, Protocol
 from weakref import WeakSet
 
 from amplab.amp.run_state.file_format import RunStateError, remove_partials, write_atomically
@@ -51,6 +51,7 @@ __all__ = [
     "Checkpoints",
     "begin_again",
     "checkpoint_of_launch",
+    "keep_checkpoint_of",
     "last_checkpoint",
 ]
 
@@ -80,6 +81,7 @@ _CONTINUATION = re.compile("[1-9][0-9]{0,8}")  # the end of a name that `free_pa
 _guard = threading.Lock()
 _held: dict[Path, int] = {}  # the logs that this process has locked
 _at_work: WeakSet[Checkpoints] = WeakSet()  # of the runs that this process trains
+_kept: WeakSet[_Kept] = WeakSet()  # that may continue from their checkpoint
 
 
 @dataclass(frozen=True)
@@ -173,6 +175,18 @@ def _first_of(log: Path) -> Path:
     stem, _, number = log.stem.rpartition("-")
     first = log.with_name(f"{stem}{log.suffix}")
     return first if stem and _CONTINUATION.fullmatch(number) and first.is_file() else log
+
+
+class _Kept(Protocol):
+    """A run whose checkpoint is needed while the run is there."""
+
+    saved: Path | None
+
+
+def keep_checkpoint_of(run: _Kept) -> None:
+    """Let no newer run of this process displace the checkpoint `saved` of a run while the run is there."""
+    with _guard:
+        _kept.add(run)
 
 
 class Checkpoints:
@@ -357,11 +371,12 @@ def _steps_of(path: Path) -> int | None:
 def _prune(folder: Path) -> None:
     """Remove all checkpoints but the latest and the longest; unlock the logs of runs without one.
 
-    Those of the runs that this process trains stay, of whatever date, and those of other processes that live. Other
-    files stay.
+    Those of the runs that this process trains or keeps beside them stay, of whatever date, and those of other processes
+    that live. Other files stay.
     """
     remove_partials(folder, f"*{SUFFIX}")
     present, until = {each.path for each in _at_work}, time.monotonic() + _LONGEST_LOCKED
+    present |= {each.saved for each in _kept if each.saved is not None}
     paths = _newest_first(folder, f"*{SUFFIX}")
     for path in _shortest([path for path in paths if _is_ours(path.with_suffix(".jsonl"), until)][KEPT:]):
         if path not in present:
@@ -396,6 +411,7 @@ def _guard_anew() -> None:
     global _guard  # noqa: PLW0603
     _guard = threading.Lock()
     _at_work.clear()
+    _kept.clear()
     while _held:
         os.close(_held.popitem()[1])
 

@@ -16,6 +16,7 @@ from pathlib import Path
 import numpy as np
 
 from amplab.amp import MemoryUse
+from amplab.lab.checkpoints import keep_checkpoint_of
 from amplab.lab.config import ExperimentConfig
 from amplab.lab.events import Failed
 from amplab.lab.experiment import Experiment
@@ -51,7 +52,8 @@ class KeptRun:
         config: The config in effect at its end.
         store: Its history and its log.
         experiment: What it can continue with, None if that was dropped.
-        saved: A checkpoint of its end, from which it continues if its experiment was dropped or has failed.
+        saved: A checkpoint of its end, from which it continues if its experiment was dropped or has failed. It stays
+            while the run is kept.
         memory: Bytes of its parameters, gradients, masters and optimizer state.
         activations: Bytes that one forward keeps for its backward; None if not measured.
         held_out: Score on the held-out data at its end; None if not measured.
@@ -176,6 +178,7 @@ class KeptRuns:
             run.failure, run.error = failure, "Training failed." if failure else ""
             run.is_training, run.saved = is_training, saved
             self._insert(run)
+        keep_checkpoint_of(run)
         self._bound_bytes()
         return run
 

@@ -486,6 +486,20 @@ def test_a_dropped_run_whose_checkpoint_is_damaged_leaves_the_present_one(monkey
     trainer.stop()
 
 
+def test_the_checkpoint_of_a_dropped_run_outlasts_those_of_newer_and_longer_runs(monkeypatch, tmp_path) -> None:
+    trainer = Trainer(SMALL, log=tmp_path)
+    trainer.run(3)
+    monkeypatch.setattr("amplab.lab.kept_runs.MOST_BYTES", trainer.memory().total // 2)
+    for number in range(MOST_RUNS - 1):
+        trainer.reset()
+        trainer.run(4 + number)
+    assert trainer.wait(10)
+    oldest = trainer.kept.runs[0]
+    trainer.continue_from(oldest)
+    assert len(trainer.run(2)) == 5
+    trainer.stop()
+
+
 @pytest.mark.parametrize("call", ["continue", "undo"])
 def test_a_run_that_failed_in_a_forward_continues_from_the_step_before(call: str, tmp_path) -> None:
     trainer = Trainer(SMALL, log=tmp_path)

@@ -92,7 +92,9 @@ def test_what_a_checkpoint_cannot_hold_of_a_schedule_is_told(tmp_path, listen):
     ear = listen(trainer)
     trainer.continue_saved(checkpoints._read(trainer.log_path.with_suffix(".checkpoint")))
     assert trainer.wait(10)
-    assert "continues, but not with what these have kept in attributes: ConstantLR.generator. A" in ear.of(Failed)[0].text
+    assert (
+        "continues, but not with what these have kept in attributes: ConstantLR.generator. A" in ear.of(Failed)[0].text
+    )
 
 
 class Counting(nn.Module):
