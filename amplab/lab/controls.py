@@ -56,7 +56,9 @@ class Controls:
         self.steps_left: int | None = None
         self.speed: float | None = None
         self._due = 0.0  # when the next step may begin, by time.monotonic()
+        self._begun = self._counted_from = 0  # steps, and those of them that a start does not count
         self._changes = set[Callable[[], None]]()  # that wait in the queue
+        self._replacing = set[Callable[[], None]]()  # those of them that put another run in place of the present one
         self._answers = set[str]()
         self._is_withdrawn: bool | None = None  # the step that is made now, by a control; None between steps
         self._is_asked_for = False  # whether that step was asked for by itself
@@ -65,6 +67,11 @@ class Controls:
     def changes_left(self) -> int:
         """The number of changes that wait, with the one that is being made."""
         return len(self._changes)
+
+    @property
+    def is_replacing(self) -> bool:
+        """Whether another run is wanted in place of the present one, or none."""
+        return bool(self._replacing) or self.state == "stopped"
 
     @property
     def is_announced(self) -> bool:
@@ -89,8 +96,8 @@ class Controls:
                 self.withdraw(ends_run=state in ("ready", "stopped"))
 
     def start(self, steps: int | None) -> None:
-        """Want steps to be made: so many, or None for no limit."""
-        self.steps_left = steps
+        """Want steps to be made: so many after the one that is made now, or None for no limit."""
+        self.steps_left, self._counted_from = steps, self._begun
         if self.state != "running":
             self._due = 0.0
         self.enter("running")
@@ -109,14 +116,15 @@ class Controls:
             self._due = begun + _period(speed)
             self.worker.wake()
 
-    def change(self, make: Callable[[], object]) -> None:
-        """Change the run at the next step boundary.
+    def change(self, make: Callable[[], object], *, replaces: bool = False) -> None:
+        """Change the run at the next step boundary, or put another one in its place.
 
         Raises:
             RuntimeError: In a forked process.
         """
 
         def make_once() -> None:
+            self._replacing.discard(make_once)
             try:
                 make()
             finally:
@@ -126,11 +134,14 @@ class Controls:
                         self._on_idle()
 
         with self.lock:
-            self._changes.add(make_once)  # first: an interrupt may come once it is posted
             try:
+                self._changes.add(make_once)  # first: an interrupt may come once it is posted
+                if replaces:
+                    self._replacing.add(make_once)
                 self.worker.post(make_once)
-            except RuntimeError:  # in a forked process
+            except BaseException:  # in a forked process, or Ctrl-C
                 self._changes.discard(make_once)
+                self._replacing.discard(make_once)
                 raise
             self.withdraw()
 
@@ -177,6 +188,7 @@ class Controls:
     def begin_step(self) -> None:
         """A step begins now: the next one is due after it."""
         with self.lock:
+            self._begun += 1
             self._due = time.monotonic() + _period(self.speed)
 
     def leave_step(self) -> None:
@@ -187,7 +199,7 @@ class Controls:
         """A step is made; pause after the last one that was wanted."""
         with self.lock:
             self.steps_made += 1
-            if self.steps_left is not None:
+            if self.steps_left is not None and self._begun > self._counted_from:
                 self.steps_left -= 1
                 if self.steps_left <= 0:
                     self.pause()

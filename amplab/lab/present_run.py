@@ -237,7 +237,12 @@ class PresentRun:
                 self._controls.enter("paused", again=True)
 
     def pause_by(self, text: str, raised: str) -> None:
-        """Pause and save the run between two steps, since something of its owner's has raised."""
+        """Pause and save the run between two steps, since something of its owner's has raised.
+
+        Where another run is to take its place, that one is not paused.
+        """
+        if self._controls.is_replacing:
+            return
         if (saved := self.save(at_rest=True)) is not None:
             text = f"{text} Its checkpoint is {saved}."
         failure = Failed(f"{text}\n{raised}", attempted=True)
@@ -261,7 +266,8 @@ class PresentRun:
         if self._exchange is not None:
             self._exchange.is_over = True
         with self._controls.lock:
-            self._controls.enter("failed")
+            if not self._controls.is_replacing:  # else it is kept with its failure, and the next run begins
+                self._controls.enter("failed")
         self.store.flush()
         self._publisher.publish(failure)
 

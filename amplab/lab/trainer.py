@@ -158,6 +158,11 @@ class Trainer:
         return self._wanted
 
     @property
+    def has_waiting_changes(self) -> bool:
+        """Whether changes, resets or undos wait for the end of a step."""
+        return self._controls.changes_left > 0
+
+    @property
     def history(self) -> History:
         """The run so far; a reset starts a new history and leaves the old one unchanged."""
         return self._run.store.history
@@ -364,8 +369,8 @@ class Trainer:
     def _reset(self, wanted: ExperimentConfig, rebuild: Callable[[], object]) -> None:
         self._run.experiment.check_task(wanted)
         with self._lock:
+            self._controls.change(rebuild, replaces=True)
             self._wanted = wanted
-            self._controls.change(rebuild)
             self._controls.enter("ready", again=True)
 
     def change(self, **fields: object) -> None:
@@ -379,8 +384,8 @@ class Trainer:
         with self._lock:
             config = self._wanted.changed(**fields)
             self._run.experiment.check_switch(self._wanted, config)
-            self._wanted = config
             self._controls.change(lambda: self._run.with_changed(fields, self._run.switch))
+            self._wanted = config
 
     def apply(self, remedy: ConfigRemedy) -> None:
         """Make the change of a remedy: at the next step boundary, or by starting again if it says so.
@@ -412,8 +417,8 @@ class Trainer:
         """
         self._run.kept.check_can_continue(run)
         with self._lock:
+            self._controls.change(partial(self._run.bring_back, run), replaces=True)
             self._wanted = run.config
-            self._controls.change(partial(self._run.bring_back, run))
 
     def continue_saved(self, checkpoint: Checkpoint) -> None:
         """Continue a run of another process from its checkpoint, bit for bit as if not interrupted; then pause.
@@ -421,7 +426,7 @@ class Trainer:
         The present run is kept. The new log begins with the steps up to the checkpoint; the old one does not change. A
         checkpoint that cannot be read is a `Failed`, and the present run does not change.
         """
-        self._controls.change(partial(self._run.restore, checkpoint))
+        self._controls.change(partial(self._run.restore, checkpoint), replaces=True)
 
     def compare(self, configs: Sequence[ExperimentConfig] | None = None, *, steps: int = 300) -> None:
         """Train other experiments beside this one, one after the other, each `steps` steps; they are added to `kept`.
@@ -579,7 +584,7 @@ class Trainer:
                 self._worker.refuse_at_end()
                 if self.state == "running":
                     raise RuntimeError(f"run({steps}): the experiment is running already; call pause() first.")
-                end = self._controls.steps_made + steps
+                end = self._controls.steps_made + steps + 1  # with one that is made now
                 self.start(steps)
             while not self.wait(_PATIENCE) and self._controls.steps_made <= end:
                 pass  # more steps than these only if it was started again
@@ -612,6 +617,8 @@ class Trainer:
 
     def _want_present(self) -> None:
         self._wanted = self.config
+        if self._run.failure is not None and self.state != "stopped":  # no other run has come in its place
+            self._controls.enter("failed")
 
     # The trainer's thread, between two steps
 
@@ -634,6 +641,7 @@ class Trainer:
                 raise
             text = f"The batch of step {len(self.history)} could not be read. The run is paused and unchanged"
             run.pause_by(f"{text}: Start reads it again.", traceback.format_exc())
+            self._controls.leave_step()
             return
         self._tell_of(record)
         run.save()

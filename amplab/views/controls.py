@@ -167,10 +167,10 @@ def field_value(name: str, value: object) -> object:
 def _change(trainer: Trainer, message: Mapping[str, Any]) -> None:
     """Change one field. A field that needs new weights resets the run, which then continues if it was running."""
     name, value = message["field"], field_value(message["field"], message["value"])
-    _set(trainer, name, _rate(trainer.wanted_config, value) if name == "lr" else value)
+    _set(trainer, name, _rate(trainer, value) if name == "lr" else value)
 
 
-def _rate(config: ExperimentConfig, typed: object) -> object:
+def _rate(trainer: Trainer, typed: object) -> object:
     """Return the learning rate for what was typed: None, the default, if it is that of the optimizer.
 
     Raises:
@@ -178,7 +178,8 @@ def _rate(config: ExperimentConfig, typed: object) -> object:
     """
     if typed is None:
         raise FIELDS["lr"].refusal("none")
-    return None if typed == config.usual_learning_rate else typed
+    is_usual = typed == trainer.config.usual_learning_rate
+    return None if is_usual and not trainer.has_waiting_changes else typed  # one that waits may change the optimizer
 
 
 def _set(trainer: Trainer, name: str, value: object) -> None:

@@ -80,6 +80,26 @@ def test_ctrl_c_in_a_control_leaves_a_trainer_that_works(control, places):
         trainers.clear()
 
 
+@pytest.mark.parametrize("control", ["change", "reset", "undo"])
+def test_ctrl_c_in_a_control_leaves_no_change_that_is_waited_for(control):
+    """A step of two batches would be taken back for it, again and again."""
+    trainers = []
+
+    def act():
+        trainers.append(Trainer(SMALL.changed(accumulate=2)))
+        trainers[-1].change(momentum=0.5)
+        CONTROLS[control](trainers[-1])
+
+    for interrupt in itertools.islice(interrupted_everywhere(act, folders=FILES[2:], every=3), 100):
+        if trainers:
+            trainer = trainers.pop()
+            trainer.start(2)
+            assert trainer.wait(20), interrupt
+            assert len(trainer.history) == 2, interrupt
+            assert trainer.wanted_config == trainer.config, interrupt
+        trainers.clear()
+
+
 class Unprintable(Exception):
     def __repr__(self):
         raise ValueError("no repr")

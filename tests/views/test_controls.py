@@ -172,6 +172,17 @@ def test_a_rate_that_is_typed_after_a_change_of_the_optimizer_is_kept(trainer: T
     assert (trainer.config.optimizer, trainer.config.learning_rate) == ("adam", typed)
 
 
+def test_a_rate_that_is_typed_while_an_undo_waits_is_kept(trainer: Trainer) -> None:
+    act(trainer, change("optimizer", "adam"))
+    assert trainer.wait(10)
+    with busy(trainer):
+        act(trainer, {"type": "undo"})
+        act(trainer, change("lr", trainer.config.usual_learning_rate))
+    typed = ExperimentConfig(optimizer="adam").usual_learning_rate
+    assert trainer.wait(10)
+    assert (trainer.config.optimizer, trainer.config.learning_rate) == ("sgd", typed)
+
+
 def test_the_default_is_that_of_the_optimizer_that_is_wanted(trainer: Trainer) -> None:
     with busy(trainer):
         act(trainer, change("optimizer", "adam"))
