@@ -52,7 +52,7 @@ from amplab.lab.faults import (
     switched,
     with_nan,
 )
-from amplab.lab.kept_attributes import MOST_BYTES, KeptAttributes
+from amplab.lab.kept_attributes import KeptAttributes
 from amplab.lab.models import MODELS, build_model
 from amplab.lab.own_state import State, add_state, changes, in_another_session, lost_changes, own_state
 from amplab.lab.past_skips import PastSkip, PastSkips
@@ -97,8 +97,6 @@ SCORE_EVERY = 25
 """Steps between two measurements of the score on held-out data."""
 
 _SAMPLED = ((200, 20), (2_000, 50), (math.inf, 200))  # until this step, a histogram of the gradients every so many
-
-_MOST_BYTES_OF_STEP = 2**20  # of tensors and arrays in attributes that are copied before each step
 
 _NUMBERED = re.compile(r"models\[(\d+)\]\.")
 
@@ -286,7 +284,7 @@ class Experiment:
         self._scalers_before = tuple(scaler.state for scaler in self._session.scalers)
         self._rerun.forget()
         self._rerun.remember(batches[0] if len(batches) == 1 else batches)
-        self._attributes_before = self._kept_attributes(most_bytes=_MOST_BYTES_OF_STEP)
+        self._attributes_before = self._kept_attributes(is_of_step=True)
         self._versions_before, self.phase = self._versions(), "gradients"
         with self._taken_back_if_stopped():
             record = self._train_on(batches, self._began)
@@ -448,7 +446,7 @@ class Experiment:
         experiment._accumulates_since = tuple(extra.get("accumulates_since", (0, 0)))
         experiment._task.know_place(extra)
         load_states(schedules_in_hooks(experiment._optimizers), extra.get("schedules", []))
-        missing = add_state(experiment._roots(), extra.get("own", {}), experiment._device())
+        missing = add_state(experiment._roots(), extra.get("own", {}), experiment._device(), experiment._kept_tensors())
         experiment.left_out = (*extra.get("left_out", ()), *missing)
         experiment._began = time.perf_counter() - extra["seconds"]
         experiment._loss_scale = experiment._lowest_scale()
@@ -964,11 +962,11 @@ class Experiment:
         optimizers = {f"optimizer {number}".removesuffix(" 0"): each for number, each in enumerate(self._optimizers)}
         return {"model": self._model, **self._task.parts_with_state(), **optimizers}
 
-    def _kept_attributes(self, most_bytes: int = MOST_BYTES) -> KeptAttributes:
+    def _kept_attributes(self, *, is_of_step: bool = False) -> KeptAttributes:
         """What the code that a forward runs keeps now, to be restored; nothing of the models of the lab."""
         is_own = OWN_TASK.fullmatch(self._config.task) is not None
         roots = {"model": self._model, **self._task.code_of_steps()} if is_own else {}
-        return KeptAttributes(roots, self._kept_tensors, most_bytes=most_bytes)
+        return KeptAttributes(roots, self._kept_tensors, is_of_step=is_of_step)
 
     def _own_state(self) -> State:
         return own_state(self._roots(), self._kept_tensors())

@@ -19,13 +19,13 @@ from torch import Tensor
 from amplab.lab.own_state import Names, holders, storage_of
 from amplab.trace.tensor_copies import write_value
 
-__all__ = ["MOST_BYTES", "KeptAttributes"]
+__all__ = ["KeptAttributes"]
 
-MOST_BYTES = 2**26
-"""Of tensors and arrays in attributes that are kept."""
-
-_MOST_ELEMENTS = 100_000  # of containers together; of longer ones what was appended is removed
-_DEPTH = 4
+_MOST_BYTES, _MOST_BYTES_OF_STEP = 2**26, 2**20  # of tensors and arrays
+_MOST_ELEMENTS, _MOST_ELEMENTS_OF_STEP = 1_000_000, 20_000  # of containers; of longer lists, appends are taken back
+_OF_A_TENSOR = 20  # elements, by the time that it takes
+_MOST_BYTES_COMPARED = 2**20  # of a tensor that no op has written to: it may have been by `.data`
+_DEPTH = 16
 _DICTS = (dict, OrderedDict, Counter, defaultdict)
 
 
@@ -35,7 +35,8 @@ class KeptAttributes:
     Args:
         roots: Objects and functions by name; see `own_state.holders`.
         weights: Returns tensors that are kept in another way, as is what shares memory with them.
-        most_bytes: Of tensors and arrays; the elements of others are not kept.
+        is_of_step: Whether it is made before each step, and may take little time: up to 1 MiB of tensors and arrays and
+            20,000 elements are kept, otherwise 64 MiB and a million.
 
     >>> class Model(torch.nn.Module):
     ...     def __init__(self):
@@ -51,11 +52,13 @@ class KeptAttributes:
     """
 
     def __init__(
-        self, roots: Mapping[str, Any], weights: Callable[[], Iterable[Tensor]] = tuple, *, most_bytes: int = MOST_BYTES
+        self, roots: Mapping[str, Any], weights: Callable[[], Iterable[Tensor]] = tuple, *, is_of_step: bool = False
     ) -> None:
         self._weights = weights
         self._storages: set[int] | None = None
-        self._bytes_left, self._elements_left = most_bytes, _MOST_ELEMENTS
+        self._bytes_left = _MOST_BYTES_OF_STEP if is_of_step else _MOST_BYTES
+        self._elements_left = _MOST_ELEMENTS_OF_STEP if is_of_step else _MOST_ELEMENTS
+        self._is_complete = True
         self._seen: set[int] = set()
         self._restorers: list[Callable[[], bool | None]] = []
         for _, names in holders(roots):
@@ -67,11 +70,11 @@ class KeptAttributes:
         return storage_of(value) in self._storages
 
     def restore(self) -> bool:
-        """Let everything be as it was; return False if elements of a tensor have changed that were not kept.
+        """Let everything be as it was; return False if something was not kept, and may have changed.
 
         What is unchanged is not written.
         """
-        is_all = True
+        is_all = self._is_complete
         for restore in self._restorers:
             is_all = restore() is not False and is_all
         return is_all
@@ -85,24 +88,27 @@ class KeptAttributes:
 
     def _keep_contents(self, value: Any, depth: int = 0) -> None:
         kind = type(value)
-        if id(value) in self._seen or depth == _DEPTH:
+        if id(value) in self._seen:
             return
         if kind is Tensor or kind is np.ndarray:
             self._seen.add(id(value))
             self._restorers.append(self._elements_of(value))
-        elif kind in (list, set, deque, *_DICTS):
+        elif kind in (tuple, list, set, deque, *_DICTS):
             self._seen.add(id(value))
-            is_short = len(value) <= self._elements_left
-            if is_short:
-                self._elements_left -= len(value)
-                self._restorers.append(partial(_restore_contents, value, value.copy()))
-            elif kind is list:
+            self._keep_container(value, depth)
+
+    def _keep_container(self, value: Any, depth: int) -> None:
+        is_kept = len(value) <= self._elements_left and depth < _DEPTH
+        if not is_kept:
+            self._is_complete = False
+            if type(value) is list:
                 self._restorers.append(partial(_cut, value, len(value)))
-            for each in [*(value.values() if isinstance(value, dict) else value)] if is_short else ():
-                if type(each) not in _PLAIN:
-                    self._keep_contents(each, depth + 1)
-        elif kind is tuple:
-            for each in value:
+            return
+        self._elements_left -= len(value)
+        if type(value) is not tuple:
+            self._restorers.append(partial(_restore_contents, value, value.copy()))
+        for each in [*(value.values() if isinstance(value, dict) else value)]:
+            if type(each) not in _PLAIN:
                 self._keep_contents(each, depth + 1)
 
     def _elements_of(self, value: Any) -> Callable[[], bool | None]:
@@ -111,9 +117,13 @@ class KeptAttributes:
             return _nothing
         if not is_array and (value.layout is not torch.strided or value.is_meta or self._is_weights(value)):
             return _nothing
-        if value.nbytes > self._bytes_left:
-            return _nothing if is_array or value.is_inference() else partial(_is_unwritten, value, value._version)
+        if value.nbytes > self._bytes_left or self._elements_left < _OF_A_TENSOR:
+            if not is_array and not value.is_inference():
+                return partial(_is_unwritten, value, value._version)
+            self._is_complete = False
+            return _nothing
         self._bytes_left -= value.nbytes
+        self._elements_left -= _OF_A_TENSOR
         if is_array:
             return partial(_restore_array, value, value.copy())
         return partial(_restore_tensor, value, value.detach().clone(), None if value.is_inference() else value._version)
@@ -152,7 +162,8 @@ def _is_unwritten(value: Tensor, version: int) -> bool:
 
 
 def _restore_tensor(value: Tensor, before: Tensor, version: int | None) -> None:
-    if version is None or value._version != version or value.shape != before.shape:
+    is_written = version is None or value._version != version or value.shape != before.shape
+    if is_written or (value.nbytes <= _MOST_BYTES_COMPARED and not torch.equal(value, before)):
         with torch.no_grad(), suppress(RuntimeError):
             write_value(value, before)
 

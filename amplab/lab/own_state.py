@@ -51,10 +51,12 @@ __all__ = [
 ]
 
 _MOST_BYTES = 2**26  # of tensors and arrays together; what is beyond is data rather than state
+_MOST_BYTES_COMPARED = 2**20  # of a tensor that is not kept; another one counts as changed when it is written to
 _MOST_ELEMENTS = 1_000  # of a container, unless all are numbers or text
-_DEPTH = 8
+_DEPTH = 16  # of containers; a dict counts twice, for its pairs
 _SCALARS = (bool, int, float, str, type(None))
 _KIND = "amplab.kind"  # marks what a checkpoint has no type of its own for
+_WEIGHT = "weight"  # a kind, whose value is a place among the weights
 _MADE: dict[str, Callable[[Any], Any]] = {
     each.__name__: each for each in (tuple, dict, set, frozenset, deque, OrderedDict, Counter, defaultdict)
 }
@@ -101,32 +103,44 @@ def lost_changes(state: State, before: State) -> list[str]:
     return [path for path, values in _all_changes(state, before) if any(map(_is_object, values.values()))]
 
 
-def add_state(roots: Mapping[str, Any], state: State, device: torch.device | None = None) -> list[str]:
+def add_state(
+    roots: Mapping[str, Any], state: State, device: torch.device | None = None, weights: Sequence[Tensor] = ()
+) -> list[str]:
     """Set what `changes` returned; return the paths of objects that are not there, or use a name for something else.
 
     Args:
         roots: As for `own_state`.
         state: The values, as they were read from a file.
         device: Where tensors belong; None for the CPU.
+        weights: As for `own_state`; lists and dicts may name them.
 
     Raises:
         RunStateError: A value that `own_state` does not return.
     """
     found = dict(holders(roots))
     missing = [path for path in state if path not in found]
+    shared: dict[int, tuple[Any, Any, Any]] = {}  # by the object that it replaces: that, the encoding, the value
     for path, names in found.items():
         for name, encoded in state.get(path, {}).items():
-            try:
-                value = _decoded(encoded, device)
-            except (TypeError, ValueError, AttributeError, KeyError, RuntimeError) as error:
-                raise RunStateError(f"{path}.{name}: expected a value of an attribute ({error}).") from error
-            if isinstance(value, defaultdict):  # whose function is no value
-                value.default_factory = getattr(names.get(name), "default_factory", None)
+            old, known, value = shared.get(id(names.get(name)), (None, None, None))
+            if old is None or not _same(encoded, known):  # else two names stand for one object, as before
+                old, value = names.get(name), _value_of(encoded, device, weights, f"{path}.{name}")
+                if isinstance(value, defaultdict):  # whose function is no value
+                    value.default_factory = getattr(old, "default_factory", None)
+                if not isinstance(old, _SCALARS):
+                    shared.setdefault(id(old), (old, encoded, value))
             if names.takes(name, value):
                 names.set(name, value)
             elif path not in missing:
                 missing.append(path)
     return missing
+
+
+def _value_of(encoded: Any, device: torch.device | None, weights: Sequence[Tensor], where: str) -> Any:
+    try:
+        return _decoded(encoded, device, weights)
+    except (TypeError, ValueError, AttributeError, KeyError, IndexError, RuntimeError) as error:
+        raise RunStateError(f"{where}: expected a value of an attribute ({error}).") from error
 
 
 def in_another_session(state: State, now: State) -> State:
@@ -328,7 +342,7 @@ class _PassesBy(Exception):
 
 
 class _SharesWeights(Exception):
-    """Of one that has the memory of a weight, or of a list of such: it is what its code makes it."""
+    """Of one that has the memory of a weight: it is what its code makes it."""
 
 
 def storage_of(tensor: Tensor) -> int:
@@ -343,8 +357,8 @@ class _Encoder:
     """Copies values into the form of a checkpoint, up to `_MOST_BYTES` in all."""
 
     def __init__(self, weights: Sequence[Tensor]) -> None:
-        self._weights, self._left = {id(each) for each in weights}, _MOST_BYTES
-        self._storages = {*map(storage_of, weights)} - {0}
+        self._weights = {id(each): place for place, each in reversed([*enumerate(weights)])}
+        self._storages, self._left = {*map(storage_of, weights)} - {0}, _MOST_BYTES
 
     def values(self, names: Mapping[str, Any]) -> dict[str, Any]:
         found = {}
@@ -358,7 +372,7 @@ class _Encoder:
             except Exception as refusal:  # of a strange object, or one that a thread changes meanwhile
                 if is_interrupt(refusal):
                     raise
-                found[name] = _Object(type(names.get(name)), _number_of(names.get(name)))
+                found[name] = _Object(type(names.get(name)), self._number_of(names.get(name)))
         return found
 
     def _loadable(self, value: Any) -> Any:
@@ -372,11 +386,11 @@ class _Encoder:
         if kind in _SCALARS:
             return value
         if isinstance(value, Tensor):
-            return self._of_tensor(value)
+            return self._of_tensor(value, depth)
         if isinstance(value, np.ndarray | np.generic):
             return {_KIND: kind.__name__, "value": self._of_array(np.asarray(value))}
         if isinstance(value, (FunctionType, MethodType, Optimizer, nn.Module, *_READERS)) or hasattr(kind, "__next__"):
-            raise _PassesBy
+            raise _NotKept if depth else _PassesBy
         if (kind is not list and kind.__name__ not in _MADE) or kind.__module__ not in ("builtins", "collections"):
             raise _NotKept
         if depth == _DEPTH or (len(value) > _MOST_ELEMENTS and not _are_scalars(value)):
@@ -390,16 +404,18 @@ class _Encoder:
         bound = {"maxlen": value.maxlen} if kind is deque else {}
         return {_KIND: kind.__name__, "value": each, **bound}
 
-    def _of_tensor(self, value: Tensor) -> Tensor:
+    def _of_tensor(self, value: Tensor, depth: int) -> Any:
+        if depth and id(value) in self._weights:
+            return {_KIND: _WEIGHT, "value": self._weights[id(value)]}
         if id(value) in self._weights or isinstance(value, nn.Parameter):
-            raise _PassesBy
+            raise _NotKept if depth else _PassesBy
         if storage_of(value) in self._storages:
-            raise _SharesWeights
+            raise _NotKept if depth else _SharesWeights
         is_plain = type(value) is Tensor and value.layout is torch.strided and not value.is_meta
         if not is_plain or (value.requires_grad and value.grad_fn is None):
             raise _NotKept
         if value.nbytes > min(self._left, _MOST_BYTES // 4) and value.grad_fn is not None:
-            raise _PassesBy  # a result that is kept for its graph, or to be looked at
+            raise _NotKept if depth else _PassesBy  # a result that is kept for its graph, or to be looked at
         self._take(value.nbytes)
         return value.detach().clone()
 
@@ -412,21 +428,32 @@ class _Encoder:
             raise _NotKept
         self._left -= nbytes
 
+    def _number_of(self, value: Any, depth: int = 0) -> Any:
+        """Return what is another number once a value that is not kept has changed, as far as that can be seen."""
+        try:
+            if isinstance(value, Tensor):
+                return self._number_of_tensor(value)
+            if isinstance(value, np.ndarray) and value.nbytes <= _MOST_BYTES // 4 and not value.dtype.hasobject:
+                return zlib.crc32(value.tobytes())
+            if isinstance(value, nn.Module) and depth:  # in a list, where its owner does not find it
+                return id(value), *map(self._number_of_tensor, (*value.parameters(), *value.buffers()))
+            if isinstance(value, list | tuple | deque | set | frozenset | dict) and depth < _DEPTH:
+                items = [*value.items()] if isinstance(value, dict) else [*value]
+                return hash(tuple(self._number_of_item(each, depth + 1) for each in items))
+        except Exception as refusal:
+            if is_interrupt(refusal):
+                raise
+        return id(value)
 
-def _number_of(value: Any) -> Any:
-    """Return what is another number once a value that is not kept has changed, as far as that can be seen."""
-    try:
-        if isinstance(value, Tensor):
-            return id(value), None if value.is_inference() else value._version
-        if isinstance(value, np.ndarray) and value.nbytes <= _MOST_BYTES // 4 and not value.dtype.hasobject:
-            return zlib.crc32(value.tobytes())
-        if isinstance(value, list | tuple | deque | set | frozenset | dict):
-            items = (part for item in value.items() for part in item) if isinstance(value, dict) else value
-            return hash(tuple(repr(each) if type(each) in _SCALARS else id(each) for each in items))
-    except Exception as refusal:
-        if is_interrupt(refusal):
-            raise
-    return id(value)
+    def _number_of_item(self, value: Any, depth: int) -> Any:
+        return repr(value) if type(value) in _SCALARS else self._number_of(value, depth)
+
+    def _number_of_tensor(self, value: Tensor) -> Any:
+        if storage_of(value) in self._storages:  # a weight, or what its code makes of one
+            return storage_of(value), value.storage_offset(), value.shape
+        if value.nbytes <= _MOST_BYTES_COMPARED and value.layout is torch.strided and value.device.type == "cpu":
+            return zlib.crc32(value.detach().contiguous().view(torch.uint8).numpy().tobytes())
+        return id(value), None if value.is_inference() else value._version
 
 
 def _are_scalars(values: Any) -> bool:
@@ -449,19 +476,21 @@ def _same(one: Any, other: Any) -> bool:
     return bool(one == other) or (isinstance(one, float) and math.isnan(one) and math.isnan(other))
 
 
-def _decoded(value: Any, device: torch.device | None) -> Any:
+def _decoded(value: Any, device: torch.device | None, weights: Sequence[Tensor]) -> Any:
     """Return the value of its encoding."""
     if isinstance(value, Tensor):
         return value.clone() if device is None else value.to(device, copy=True)
     if isinstance(value, list | tuple):
-        return type(value)(_decoded(each, device) for each in value)
+        return type(value)(_decoded(each, device, weights) for each in value)
     if not isinstance(value, dict):
         return value
     kind, content = value[_KIND], value["value"]
     if isinstance(content, Tensor):
         array = content.numpy().copy()
         return array if kind == "ndarray" else array[()]
-    made, items = _MADE[kind], _decoded(content, device)
+    if kind == _WEIGHT:
+        return weights[content]
+    made, items = _MADE[kind], _decoded(content, device, weights)
     if made is deque:
         return deque(items, value.get("maxlen"))
     if made is defaultdict:

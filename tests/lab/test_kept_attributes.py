@@ -1,6 +1,7 @@
 """A look at a step, and a step that has failed, leave what code of one's own keeps, also what it changes in place."""
 
 import threading
+import time
 from collections import Counter, OrderedDict, defaultdict, deque
 
 import numpy as np
@@ -163,6 +164,29 @@ def test_a_failed_step_that_has_written_to_a_large_tensor_is_not_taken_back():
     assert not experiment.take_back()
 
 
+def test_a_failed_step_of_a_model_with_a_large_array_is_not_taken_back():
+    fails, model = [], plain()
+    model.bank = np.zeros(2**18)
+    config = registered(model, BATCHES, loss=lambda output, labels: 1 / 0 if fails else F.cross_entropy(output, labels))
+    experiment = Experiment(config)
+    experiment.step()
+    fails.append(1)
+    with pytest.raises(ZeroDivisionError):
+        experiment.step()
+    assert not experiment.take_back()
+
+
+def test_a_large_memory_costs_a_step_little():
+    """As of a replay buffer; before each step some of it is kept, and a failed step is not taken back."""
+    model = plain()
+    model.memory = [(torch.zeros(4), 0, 0.0) for _ in range(20_000)]
+    began = time.perf_counter()
+    for _ in range(10):
+        kept = KeptAttributes({"model": model}, is_of_step=True)
+    assert time.perf_counter() - began < 2  # seconds; more than 10 without a limit
+    assert not kept.restore()
+
+
 class Thing:
     """Has attributes."""
 
@@ -183,6 +207,8 @@ class Thing:
         (lambda: ([1],), lambda value: value[0].append(2)),
         (lambda: np.zeros(3), lambda value: value.__setitem__(1, 5)),
         (lambda: [*range(200_000)], lambda value: value.append(3)),
+        (lambda: [0.0] * 200_000, lambda value: value.__setitem__(3, 0.5)),
+        (lambda: torch.zeros(3), lambda value: value.data.add_(1)),
     ],
 )
 def test_contents_are_put_back_into_the_same_object(make, change):

@@ -232,6 +232,49 @@ class OfData(torch.optim.Optimizer):
             value.sub_(weight.grad, alpha=0.1)
 
 
+class Layer(nn.Module):
+    """Shares a dict with another layer."""
+
+    def __init__(self, context, counts):
+        super().__init__()
+        self.context, self.counts, self.linear = context, counts, nn.Linear(16, 16)
+
+    def forward(self, x):
+        self.context["step"] += self.counts
+        return self.linear(x) * (1 + 0.1 * self.context["step"])
+
+
+class Sharing(nn.Module):
+    """Layers share a dict, and a hook shares a list with the model."""
+
+    def __init__(self):
+        super().__init__()
+        context, stats = {"step": 0}, []
+        self.first, self.second, self.head = Layer(context, 1), Layer(context, 0), nn.Linear(16, 4)
+        self.stats = stats
+        self.head.register_forward_hook(lambda _module, _inputs, output: stats.append(output.detach().mean().item()))
+
+    def forward(self, x):
+        return self.head(self.second(self.first(x))) - 0.1 * sum(self.stats[-3:])
+
+
+class Momentum(torch.optim.Optimizer):
+    """Has its momentum in a dict by parameter, and in pairs."""
+
+    def __init__(self, params):
+        super().__init__(params, {"lr": 0.1})
+        params = self.param_groups[0]["params"]
+        self.velocity, self.pairs = {p: torch.zeros_like(p) for p in params}, [(p, torch.zeros_like(p)) for p in params]
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        params = self.param_groups[0]["params"]  # masters at O2
+        for param, velocity, (_, slow) in zip(params, self.velocity.values(), self.pairs, strict=True):
+            velocity.mul_(0.9).add_(param.grad)
+            slow.mul_(0.5).add_(velocity)
+            param.sub_(slow, alpha=0.02)
+
+
 class Growing(Dataset):
     """Its samples depend on how many were read."""
 
@@ -253,6 +296,8 @@ CASES = {
     "averaged norm": {"optimizer": lambda: averaged_norm},
     "clamped": {"optimizer": lambda: clamped},
     "memory": {"optimizer": lambda: OfData},
+    "shared": {"model": Sharing},
+    "momentum": {"optimizer": lambda: Momentum},
     "datasets": {"data": lambda: DataLoader(ConcatDataset([Growing(), Growing()]), 16)},
     "loss": {"loss": Centered},
     "model": {"model": Recurrent},
@@ -312,6 +357,50 @@ def test_it_goes_on_after_a_change_that_begins_another_session(case, change, tmp
     forget_own(set())
     first, _ = trained(3)
     check_it_goes_on(first, case, losses[7:], tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("make", "change"),
+    [
+        (lambda: {"step": 0, "schedule": math.sqrt}, lambda value: value.update(step=1)),
+        (
+            lambda: {"device": torch.device("cpu"), "stats": {"step": 0}},
+            lambda value: value["stats"].update(step=1),
+        ),
+        (lambda: [nn.Linear(2, 2)], lambda value: value[0].weight.data.add_(1)),
+        (lambda: [(math.sqrt, torch.zeros(3))], lambda value: value[0][1].data.add_(1)),
+    ],
+)
+def test_a_container_that_cannot_be_kept_is_told_when_anything_in_it_changes(make, change):
+    one = Thing()
+    one.value = make()
+    before = own_state({"one": one})
+    assert lost_changes(own_state({"one": one}), before) == []
+    change(one.value)
+    assert lost_changes(own_state({"one": one}), before) == ["one"]
+
+
+def test_containers_of_numbers_go_on_from_any_depth():
+    def deep(number):
+        return {"a": {"b": {"c": {"d": [number]}}}}
+
+    one, other = Thing(), Thing()
+    one.value = deep(0)
+    before = own_state({"one": one})
+    one.value["a"]["b"]["c"]["d"][0] = 5
+    other.value = deep(0)
+    add_state({"one": other}, changes(own_state({"one": one}), before))
+    assert other.value == deep(5)
+
+
+def test_modules_that_a_list_names_again_are_not_told():
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    model.layers = [*model]
+    weights = [*model.parameters()]
+    before = own_state({"model": model}, weights)
+    with torch.no_grad():
+        model[0].weight.add_(1)
+    assert lost_changes(own_state({"model": model}, weights), before) == []
 
 
 class Combined(torch.optim.Optimizer):
