@@ -81,10 +81,12 @@ class KeptAttributes:
 
     def _keep_names(self, names: Names) -> None:
         self._restorers.append(names.restorer())
-        with suppress(RuntimeError):  # a thread of one's own changes one meanwhile
+        try:
             for name in names:
                 if type(value := names[name]) not in _PLAIN:
                     self._keep_contents(value)
+        except RuntimeError:  # a thread of one's own changes one meanwhile, or a strange tensor has no copy
+            self._is_complete = False
 
     def _keep_contents(self, value: Any, depth: int = 0) -> None:
         kind = type(value)
@@ -163,8 +165,8 @@ def _is_unwritten(value: Tensor, version: int) -> bool:
 
 def _restore_tensor(value: Tensor, before: Tensor, version: int | None) -> None:
     is_written = version is None or value._version != version or value.shape != before.shape
-    if is_written or (value.nbytes <= _MOST_BYTES_COMPARED and not torch.equal(value, before)):
-        with torch.no_grad(), suppress(RuntimeError):
+    with torch.no_grad(), suppress(RuntimeError):  # as of a dtype that cannot be compared
+        if is_written or (value.nbytes <= _MOST_BYTES_COMPARED and not torch.equal(value, before)):
             write_value(value, before)
 
 

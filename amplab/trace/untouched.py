@@ -37,6 +37,7 @@ from amplab.trace.stand_ins import apart
 from amplab.trace.tensor_copies import TensorCopy, restore_all
 
 __all__ = [
+    "WRAPPERS",
     "ParkedGradients",
     "before_untouched",
     "computed_anew",
@@ -235,7 +236,7 @@ def before_untouched(callback: Callable[[], object]) -> Callable[[], None]:
     return lambda: callbacks.remove(callback) if callback in callbacks else None
 
 
-_WRAPPERS = "torch.nn.parallel.", "torch.distributed.", "torch._dynamo."
+WRAPPERS = "torch.nn.parallel.", "torch.distributed.", "torch._dynamo."
 """Modules of torch whose first forward sets them up, together with state outside of them."""
 
 
@@ -261,7 +262,7 @@ class _ModuleState(NamedTuple):
         buffers, children = dict(module._buffers), dict(module._modules)
         tensors = [tensor for tensor in (*parameters.values(), *buffers.values()) if tensor is not None]
         copies = tuple(TensorCopy.of(tensor) for tensor in tensors)
-        attributes = None if type(module).__module__.startswith(_WRAPPERS) else dict(vars(module))
+        attributes = None if type(module).__module__.startswith(WRAPPERS) else dict(vars(module))
         generators = restorers((attributes or {}).values())
         owners = module, *(each for each in parameters.values() if each is not None)
         hooks = tuple((each, dict(each)) for owner in owners for each in hooks_of(owner))

@@ -256,3 +256,19 @@ def test_a_list_that_a_thread_fills_meanwhile_ends_nothing():
     finally:
         ends.set()
         thread.join()
+
+
+@pytest.mark.filterwarnings("ignore:ComplexHalf")
+def test_tensors_that_cannot_be_compared_end_nothing():
+    one = Thing()
+    one.values = [
+        torch.zeros(3).to(torch.float8_e4m3fn),
+        torch.zeros(3, dtype=torch.complex32),
+        torch.zeros(3, device="meta"),
+        torch.zeros(3).to_sparse(),
+        torch.nested.nested_tensor([torch.ones(2), torch.ones(3)], layout=torch.jagged),
+    ]
+    kept = KeptAttributes({"one": one})
+    one.values.clear()
+    assert kept.restore()
+    assert len(one.values) == 5
