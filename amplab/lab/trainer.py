@@ -333,7 +333,11 @@ class Trainer:
             )
         if speed != self.speed:
             text = "Speed: full speed" if speed is None else f"Speed: {speed:g} steps/s"
-            self._run.changes.record(text, partial(self._controls.pace, self.speed), kind="speed")
+            record = partial(self._run.changes.record, text, partial(self._controls.pace, self.speed), kind="speed")
+            if self.has_waiting_changes:
+                self._controls.change(record)  # after those that were made before it
+            else:
+                record()
             self._controls.pace(speed)
 
     def stop(self) -> None:

@@ -172,6 +172,15 @@ def test_a_rate_that_is_typed_after_a_change_of_the_optimizer_is_kept(trainer: T
     assert (trainer.config.optimizer, trainer.config.learning_rate) == ("adam", typed)
 
 
+def test_undo_takes_back_a_speed_that_was_set_while_a_change_waits(trainer: Trainer) -> None:
+    with busy(trainer):
+        act(trainer, change("opt_level", "O2"))
+        act(trainer, {"type": "speed", "value": 100.0})
+        act(trainer, {"type": "undo"})
+    assert trainer.wait(10)
+    assert (trainer.speed, trainer.config.opt_level) == (None, "O2")
+
+
 def test_a_rate_that_is_typed_while_an_undo_waits_is_kept(trainer: Trainer) -> None:
     act(trainer, change("optimizer", "adam"))
     assert trainer.wait(10)
