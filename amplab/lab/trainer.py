@@ -410,7 +410,7 @@ class Trainer:
         A changed config is put back with the weights as they are. A reset is taken back by continuing the run that it
         replaced. An `Undone` event says what was taken back.
         """
-        self._controls.change(self._run.take_back)
+        self._controls.change(self._run.take_back, replaces=True)  # if the change was a reset
 
     def continue_from(self, run: KeptRun) -> None:
         """Continue a kept run, bit for bit as if it had not been replaced; the present run is kept.

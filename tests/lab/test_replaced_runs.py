@@ -48,8 +48,8 @@ def gate():
     return Gate()
 
 
-def in_a_step(gate, *, data=BATCHES, loss_passes=True, fails=False):
-    """Return a trainer that is within a step of its first run."""
+def in_a_step(gate, *, data=BATCHES, loss_passes=True, fails=False, resets=False):
+    """Return a trainer that is within a step of its first run, or of one after a reset."""
 
     def loss(output, wanted):
         if loss_passes:
@@ -59,6 +59,9 @@ def in_a_step(gate, *, data=BATCHES, loss_passes=True, fails=False):
     optimizer = lambda weights: torch.optim.SGD(weights, lr=0.1)  # noqa: E731
     trainer = Trainer(registered(nn.Linear(4, 1), data, loss=loss, optimizer=optimizer))
     trainer.run(2)
+    if resets:
+        trainer.reset()
+        trainer.run(1)
     gate.fails, gate.is_closed = fails, True
     trainer.start()
     assert gate.begun.wait(30)
@@ -102,6 +105,18 @@ def test_a_step_that_fails_before_a_reset_takes_effect_fails_its_own_run_alone(g
     assert (len(before.history), before.error) == (2, "Training failed.")
     assert "a bug in one forward" in before.failure.text
     assert len(trainer.run(2)) == (then or 0) + 2
+
+
+@pytest.mark.parametrize("resets", [True, False])
+def test_a_step_that_fails_before_an_undo_takes_effect(gate, resets):
+    """It fails its own run; where the undo leaves that one in place, it has failed."""
+    trainer = in_a_step(gate, fails=True, resets=resets)
+    if not resets:
+        trainer.change(lr=0.05)
+    trainer.undo()
+    trainer.start(2)
+    finish(trainer, gate)
+    assert (trainer.state, len(trainer.history)) == (("paused", 4) if resets else ("failed", 2))
 
 
 def test_a_step_that_fails_before_a_stop_takes_effect_leaves_a_stopped_run(gate):
