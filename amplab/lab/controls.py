@@ -58,9 +58,7 @@ class Controls:
         self._due = 0.0  # when the next step may begin, by time.monotonic()
         self._begun = self._counted_from = 0  # steps, and those of them that a start does not count
         self._changes = set[Callable[[], None]]()  # that wait in the queue
-        self._replacing = set[
-            Callable[[], None]
-        ]()  # those of them that may put another run in place of the present one
+        self._replacing = set[Callable[[], None]]()  # those of them that may replace the present run
         self._answers = set[str]()
         self._is_withdrawn: bool | None = None  # the step that is made now, by a control; None between steps
         self._is_asked_for = False  # whether that step was asked for by itself
