@@ -455,7 +455,7 @@ class _Encoder:
         if storage_of(value) in self._storages:  # a weight, or what its code makes of one
             return storage_of(value), value.storage_offset(), value.shape
         if value.nbytes <= _MOST_BYTES_COMPARED and value.layout is torch.strided and value.device.type == "cpu":
-            return zlib.crc32(value.detach().contiguous().view(torch.uint8).numpy().tobytes())
+            return zlib.crc32(value.detach().reshape(-1).view(torch.uint8).numpy().tobytes())
         return id(value), None if value.is_inference() else value._version
 
 

@@ -369,6 +369,7 @@ def test_it_goes_on_after_a_change_that_begins_another_session(case, change, tmp
         ),
         (lambda: [nn.Linear(2, 2)], lambda value: value[0].weight.data.add_(1)),
         (lambda: [(math.sqrt, torch.zeros(3))], lambda value: value[0][1].data.add_(1)),
+        (lambda: [(math.sqrt, torch.tensor(0.0))], lambda value: value[0][1].add_(1)),
     ],
 )
 def test_a_container_that_cannot_be_kept_is_told_when_anything_in_it_changes(make, change):
