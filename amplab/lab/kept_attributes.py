@@ -16,7 +16,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from amplab.lab.own_state import Names, holders, storage_of
+from amplab.lab.own_objects import Names, holders
+from amplab.lab.own_values import storage_of
 from amplab.trace.tensor_copies import write_value
 
 __all__ = ["KeptAttributes"]
@@ -33,7 +34,7 @@ class KeptAttributes:
     """Names, the contents of lists, dicts, sets and deques, and the elements of tensors and arrays, as they are now.
 
     Args:
-        roots: Objects and functions by name; see `own_state.holders`.
+        roots: Objects and functions by name; see `own_objects.holders`.
         weights: Returns tensors that are kept in another way, as is what shares memory with them.
         is_of_step: Whether it is made before each step, and may take little time: up to 1 MiB of tensors and arrays and
             20,000 elements are kept, otherwise 64 MiB and a million.

@@ -1,0 +1,216 @@
+"""The form in which a checkpoint holds what an object of one's own keeps: numbers, text, tensors, arrays, containers.
+
+`Encoder` makes that form, `decoded` the value again. An `UnkeptValue` stands for one that has none.
+"""
+
+from __future__ import annotations
+
+import math
+import zlib
+from collections import Counter, OrderedDict, defaultdict, deque
+from collections.abc import Callable, Mapping, Sequence
+from types import FunctionType, MethodType
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.utils.data import DataLoader, Dataset, Sampler
+
+from amplab.amp.run_state.file_format import is_loadable
+from amplab.policies.signals import is_interrupt
+
+__all__ = ["READERS", "SCALARS", "Encoder", "UnkeptValue", "decoded", "is_unkept", "same", "storage_of"]
+
+SCALARS = (bool, int, float, str, type(None))
+READERS = (DataLoader, Dataset, Sampler)
+
+_MOST_BYTES = 2**26  # of tensors and arrays together; what is beyond is data rather than state
+_MOST_BYTES_COMPARED = 2**20  # of a tensor that is not kept; another one counts as changed when it is written to
+_MOST_ELEMENTS = 1_000  # of a container, unless all are numbers or text
+_DEPTH = 16  # of containers; a dict counts twice, for its pairs
+_KIND = "amplab.kind"  # marks what a checkpoint has no type of its own for
+_WEIGHT = "weight"  # a kind, whose value is a place among the weights
+_MADE: dict[str, Callable[[Any], Any]] = {
+    each.__name__: each for each in (tuple, dict, set, frozenset, deque, OrderedDict, Counter, defaultdict)
+}
+
+
+class UnkeptValue(NamedTuple):
+    """What stands for a value that is not kept: it says only whether another one is there."""
+
+    kind: type
+    number: Any
+
+
+def is_unkept(value: Any) -> bool:
+    """Whether an `UnkeptValue` stands for a value."""
+    return isinstance(value, UnkeptValue)
+
+
+class _NotKept(Exception):
+    """Of a value that has no form in a checkpoint."""
+
+
+class _PassesBy(Exception):
+    """Of one that says nothing about the run, or is looked at by itself."""
+
+
+class _SharesWeights(Exception):
+    """Of one that has the memory of a weight: it is what its code makes it."""
+
+
+def storage_of(tensor: Tensor) -> int:
+    """Return where the memory of a tensor begins; 0 without any."""
+    try:
+        return tensor.untyped_storage().data_ptr()
+    except (RuntimeError, NotImplementedError):  # as of a sparse tensor, or of a subclass
+        return 0
+
+
+class Encoder:
+    """Copies values into the form of a checkpoint, up to `_MOST_BYTES` in all."""
+
+    def __init__(self, weights: Sequence[Tensor]) -> None:
+        self._weights = {id(each): place for place, each in reversed([*enumerate(weights)])}
+        self._storages, self._left = {*map(storage_of, weights)} - {0}, _MOST_BYTES
+
+    def values(self, names: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the values by name; without those that say nothing about a run."""
+        found = {}
+        for name in names:
+            try:
+                found[name] = self._loadable(names[name])
+            except _PassesBy:
+                continue
+            except _SharesWeights:
+                found[name] = UnkeptValue(type(names[name]), _SharesWeights)
+            except Exception as refusal:  # of a strange object, or one that a thread changes meanwhile
+                if is_interrupt(refusal):
+                    raise
+                found[name] = UnkeptValue(type(names.get(name)), self._number_of(names.get(name)))
+        return found
+
+    def _loadable(self, value: Any) -> Any:
+        encoded = self._encoded(value, 0)
+        if not is_loadable(encoded):
+            raise _NotKept
+        return encoded
+
+    def _encoded(self, value: Any, depth: int) -> Any:
+        kind = type(value)
+        if kind in SCALARS:
+            return value
+        if isinstance(value, Tensor):
+            return self._of_tensor(value, depth)
+        if isinstance(value, np.ndarray | np.generic):
+            return {_KIND: kind.__name__, "value": self._of_array(np.asarray(value))}
+        if isinstance(value, (FunctionType, MethodType, Optimizer, nn.Module, *READERS)) or hasattr(kind, "__next__"):
+            raise _NotKept if depth else _PassesBy
+        if (kind is not list and kind.__name__ not in _MADE) or kind.__module__ not in ("builtins", "collections"):
+            raise _NotKept
+        if depth == _DEPTH or (len(value) > _MOST_ELEMENTS and not _are_scalars(value)):
+            raise _NotKept
+        items = [*value.items()] if isinstance(value, dict) else [*value]
+        if kind is defaultdict and depth:
+            raise _NotKept  # its function would be lost
+        each = items if _are_scalars(items) else [self._encoded(one, depth + 1) for one in items]
+        if kind is list:
+            return each
+        bound = {"maxlen": value.maxlen} if kind is deque else {}
+        return {_KIND: kind.__name__, "value": each, **bound}
+
+    def _of_tensor(self, value: Tensor, depth: int) -> Any:
+        if depth and id(value) in self._weights:
+            return {_KIND: _WEIGHT, "value": self._weights[id(value)]}
+        if id(value) in self._weights or isinstance(value, nn.Parameter):
+            raise _NotKept if depth else _PassesBy
+        if storage_of(value) in self._storages:
+            raise _NotKept if depth else _SharesWeights
+        is_plain = type(value) is Tensor and value.layout is torch.strided and not value.is_meta
+        if not is_plain or (value.requires_grad and value.grad_fn is None):
+            raise _NotKept
+        if value.nbytes > min(self._left, _MOST_BYTES // 4) and value.grad_fn is not None:
+            raise _NotKept if depth else _PassesBy  # a result that is kept for its graph, or to be looked at
+        self._take(value.nbytes)
+        return value.detach().clone()
+
+    def _of_array(self, value: np.ndarray[Any, Any]) -> Tensor:
+        self._take(value.nbytes)
+        return torch.from_numpy(value.copy())  # raises for text, objects, and numbers of other byte orders
+
+    def _take(self, nbytes: int) -> None:
+        if nbytes > min(self._left, _MOST_BYTES // 4):
+            raise _NotKept
+        self._left -= nbytes
+
+    def _number_of(self, value: Any, depth: int = 0) -> Any:
+        """Return what is another number once a value that is not kept has changed, as far as that can be seen."""
+        try:
+            if isinstance(value, Tensor):
+                return self._number_of_tensor(value)
+            if isinstance(value, np.ndarray) and value.nbytes <= _MOST_BYTES // 4 and not value.dtype.hasobject:
+                return zlib.crc32(value.tobytes())
+            if isinstance(value, nn.Module) and depth:  # in a list, where its owner does not find it
+                return id(value), *map(self._number_of_tensor, (*value.parameters(), *value.buffers()))
+            if isinstance(value, list | tuple | deque | set | frozenset | dict) and depth < _DEPTH:
+                items = [*value.items()] if isinstance(value, dict) else [*value]
+                return hash(tuple(self._number_of_item(each, depth + 1) for each in items))
+        except Exception as refusal:
+            if is_interrupt(refusal):
+                raise
+        return id(value)
+
+    def _number_of_item(self, value: Any, depth: int) -> Any:
+        return repr(value) if type(value) in SCALARS else self._number_of(value, depth)
+
+    def _number_of_tensor(self, value: Tensor) -> Any:
+        if storage_of(value) in self._storages:  # a weight, or what its code makes of one
+            return storage_of(value), value.storage_offset(), value.shape
+        if value.nbytes <= _MOST_BYTES_COMPARED and value.layout is torch.strided and value.device.type == "cpu":
+            return zlib.crc32(value.detach().reshape(-1).view(torch.uint8).numpy().tobytes())
+        return id(value), None if value.is_inference() else value._version
+
+
+def _are_scalars(values: Any) -> bool:
+    return all(kind in SCALARS for kind in set(map(type, values)))
+
+
+def same(one: Any, other: Any) -> bool:
+    """Whether two encoded values are equal, NaN to NaN."""
+    if isinstance(one, Tensor) and isinstance(other, Tensor):
+        is_like = one.dtype == other.dtype and one.shape == other.shape and one.device == other.device
+        return is_like and bool(torch.equal(one, other))
+    if type(one) is not type(other):
+        return False
+    if is_unkept(one):
+        return bool(one == other)
+    if isinstance(one, list | tuple):
+        is_quick = len(one) == len(other) and _are_scalars(one) and _are_scalars(other) and one == other
+        return is_quick or (len(one) == len(other) and all(map(same, one, other)))
+    if isinstance(one, dict):
+        return one.keys() == other.keys() and all(same(each, other[name]) for name, each in one.items())
+    return bool(one == other) or (isinstance(one, float) and math.isnan(one) and math.isnan(other))
+
+
+def decoded(value: Any, device: torch.device | None, weights: Sequence[Tensor]) -> Any:
+    """Return the value of its encoding."""
+    if isinstance(value, Tensor):
+        return value.clone() if device is None else value.to(device, copy=True)
+    if isinstance(value, list | tuple):
+        return type(value)(decoded(each, device, weights) for each in value)
+    if not isinstance(value, dict):
+        return value
+    kind, content = value[_KIND], value["value"]
+    if isinstance(content, Tensor):
+        array = content.numpy().copy()
+        return array if kind == "ndarray" else array[()]
+    if kind == _WEIGHT:
+        return weights[content]
+    made, items = _MADE[kind], decoded(content, device, weights)
+    if made is deque:
+        return deque(items, value.get("maxlen"))
+    if made is defaultdict:
+        return defaultdict(None, items)
+    return made(dict(items)) if issubclass(made, dict) else made(items)  # type: ignore[arg-type]
