@@ -1,0 +1,296 @@
+"""Models, losses, optimizers and data of one's own that keep more than weights, as people have them."""
+
+import random
+from collections import defaultdict, deque
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.data import ConcatDataset, DataLoader, Dataset, Sampler, TensorDataset
+
+torch.manual_seed(0)
+X, Y = torch.randn(64, 16), torch.randint(0, 4, (64,))
+BATCHES = [*zip(X.split(16), Y.split(16), strict=True)]
+
+
+class Centered(nn.Module):
+    """A loss that keeps a running mean in a buffer, and its calls in an attribute."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("center", torch.zeros(4))
+        self.calls = 0
+
+    def forward(self, output, labels):
+        self.calls += 1
+        loss = F.cross_entropy(output - self.center, labels) / self.calls
+        self.center.mul_(0.5).add_(output.detach().float().mean(0), alpha=0.5)
+        return loss
+
+
+class Recurrent(nn.Module):
+    """Carries what it has seen from batch to batch, and grows a buffer from nothing."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear, self.seen, self.count = nn.Linear(16, 4), None, 0
+        self.register_buffer("mean", None)
+        self.register_buffer("bank", torch.zeros(0, 16))
+
+    def forward(self, x):
+        self.seen = x if self.seen is None else 0.5 * self.seen.detach() + 0.5 * x  # with a graph, as a hidden state
+        self.mean = x.mean(0) if self.mean is None else 0.5 * self.mean + 0.5 * x.mean(0)
+        self.bank = torch.cat([self.bank, x[:1]])
+        self.count += 1
+        return self.linear(x + self.seen + self.mean + self.bank.mean(0)) / self.count
+
+
+class EpochSeed:
+    """The usual way: a seed for each epoch."""
+
+    def __init__(self):
+        self.epoch = 0
+
+    def __iter__(self):
+        order = np.random.default_rng(17 + self.epoch).permutation(64)
+        self.epoch += 1
+        return ((X[order[start : start + 16]], Y[order[start : start + 16]]) for start in range(0, 64, 16))
+
+
+class Shuffling:
+    """Shuffles a list of its own in place, and reads it batch by batch."""
+
+    def __init__(self):
+        self.order = list(range(64))
+
+    def __iter__(self):
+        random.shuffle(self.order)
+        for start in range(0, 64, 16):
+            here = self.order[start : start + 16]
+            yield X[here], Y[here]
+
+
+class Curriculum(Sampler):
+    def __init__(self, source):
+        self.source, self.epoch = source, 0
+
+    def __len__(self):
+        return 64
+
+    def __iter__(self):
+        self.epoch += 1
+        drawn = torch.randperm(64, generator=torch.Generator().manual_seed(self.epoch))
+        return iter(sorted(drawn.tolist()[: 32 + 16 * self.epoch]))
+
+
+def curriculum():
+    data = TensorDataset(X, Y)
+    return DataLoader(data, 16, sampler=Curriculum(data))
+
+
+class Lookahead(torch.optim.SGD):
+    """Has its slow weights and its count in attributes."""
+
+    def __init__(self, params, lr):
+        super().__init__(params, lr=lr)
+        self.count, self.slow = 0, None
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        super().step(closure)
+        params = self.param_groups[0]["params"]
+        self.count += 1
+        self.slow = self.slow or [param.clone() for param in params]
+        if self.count % 3 == 0:
+            for param, slow in zip(params, self.slow, strict=True):
+                slow.lerp_(param, 0.5)
+                param.copy_(slow)
+
+
+def warmed_up(weights):
+    optimizer, steps = torch.optim.SGD(weights, lr=0.1), 0
+
+    def warm_up(*_):
+        nonlocal steps
+        steps += 1
+        optimizer.param_groups[0]["lr"] = 0.1 * min(1, steps / 10)
+
+    optimizer.register_step_pre_hook(warm_up)
+    return optimizer
+
+
+class Clip:
+    """Clips by a running norm."""
+
+    average = None
+
+    def __call__(self, optimizer, *_):
+        params = optimizer.param_groups[0]["params"]
+        norm = float(torch.nn.utils.get_total_norm([param.grad for param in params]))
+        self.average = norm if self.average is None else 0.9 * self.average + 0.1 * norm
+        torch.nn.utils.clip_grad_norm_(params, 0.9 * self.average)
+
+
+def clipped(weights):
+    optimizer = torch.optim.SGD(weights, lr=0.1)
+    optimizer.register_step_pre_hook(Clip())
+    return optimizer
+
+
+def sgd(weights):
+    return torch.optim.SGD(weights, lr=0.1)
+
+
+class Baseline(nn.Module):
+    """Subtracts averages that begin as a number, and as an empty list, and are tensors later."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear, self.average, self.memory = nn.Linear(16, 4), 0.0, []
+
+    def forward(self, x):
+        out = self.linear(x)
+        mean = out.detach().float().mean(0, keepdim=True)
+        self.average = 0.9 * self.average + 0.1 * mean
+        self.memory = torch.cat([self.memory, mean])[-5:] if len(self.memory) else mean
+        return out - self.average - self.memory.mean(0)
+
+
+class Recent(nn.Module):
+    """Keeps the latest few sizes, and counts what it has seen."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear, self.recent, self.seen = nn.Linear(16, 4), deque(maxlen=3), defaultdict(int)
+
+    def forward(self, x):
+        out = self.linear(x)
+        self.recent.append(float(out.detach().abs().mean()))
+        self.seen["calls"] += 1
+        return out / (1 + sum(self.recent) + 1 / self.seen["calls"])
+
+
+def counted_layer():
+    """A model with a hook that notes its calls on the layer, and one that counts in a variable of its function."""
+    model, calls = nn.Sequential(nn.Linear(16, 8), nn.Linear(8, 4)), 0
+
+    def note(module, _inputs, output):
+        nonlocal calls
+        calls += 1
+        module.calls = getattr(module, "calls", 0) + 1
+        return output * (1 + 1 / (module.calls + calls))
+
+    model[0].register_forward_hook(note)
+    return model
+
+
+def averaged_norm(weights):
+    optimizer, average = torch.optim.SGD(weights, lr=0.1), 0.0
+
+    def clip(*_):
+        nonlocal average
+        grads = [weight.grad for weight in optimizer.param_groups[0]["params"]]
+        average = 0.9 * average + 0.1 * torch.stack([grad.norm() for grad in grads]).norm()
+        for grad in grads:
+            grad.mul_(1 / (1 + average))
+
+    optimizer.register_step_pre_hook(clip)
+    return optimizer
+
+
+def clamped(weights):
+    """Clamps the weights after each step, as WGAN does, by tensors that share their memory."""
+    optimizer, values = torch.optim.SGD(weights, lr=0.5), [weight.data for weight in weights]
+    optimizer.register_step_post_hook(lambda *_: [value.clamp_(-0.2, 0.2) for value in values])
+    return optimizer
+
+
+class OfData(torch.optim.Optimizer):
+    """Writes to the memory of the weights."""
+
+    def __init__(self, weights):
+        super().__init__(weights, {"lr": 0.1})
+        self.values = [weight.data for weight in self.param_groups[0]["params"]]
+
+    def step(self, closure=None):
+        for value, weight in zip(self.values, self.param_groups[0]["params"], strict=True):
+            value.sub_(weight.grad, alpha=0.1)
+
+
+class Layer(nn.Module):
+    """Shares a dict with another layer."""
+
+    def __init__(self, context, counts):
+        super().__init__()
+        self.context, self.counts, self.linear = context, counts, nn.Linear(16, 16)
+
+    def forward(self, x):
+        self.context["step"] += self.counts
+        return self.linear(x) * (1 + 0.1 * self.context["step"])
+
+
+class Sharing(nn.Module):
+    """Layers share a dict, and a hook shares a list with the model."""
+
+    def __init__(self):
+        super().__init__()
+        context, stats = {"step": 0}, []
+        self.first, self.second, self.head = Layer(context, 1), Layer(context, 0), nn.Linear(16, 4)
+        self.stats = stats
+        self.head.register_forward_hook(lambda _module, _inputs, output: stats.append(output.detach().mean().item()))
+
+    def forward(self, x):
+        return self.head(self.second(self.first(x))) - 0.1 * sum(self.stats[-3:])
+
+
+class Momentum(torch.optim.Optimizer):
+    """Has its momentum in a dict by parameter, and in pairs."""
+
+    def __init__(self, params):
+        super().__init__(params, {"lr": 0.1})
+        params = self.param_groups[0]["params"]
+        self.velocity, self.pairs = {p: torch.zeros_like(p) for p in params}, [(p, torch.zeros_like(p)) for p in params]
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        params = self.param_groups[0]["params"]  # masters at O2
+        for param, velocity, (_, slow) in zip(params, self.velocity.values(), self.pairs, strict=True):
+            velocity.mul_(0.9).add_(param.grad)
+            slow.mul_(0.5).add_(velocity)
+            param.sub_(slow, alpha=0.02)
+
+
+class Growing(Dataset):
+    """Its samples depend on how many were read."""
+
+    def __init__(self):
+        self.seen = 0
+
+    def __len__(self):
+        return 32
+
+    def __getitem__(self, place):
+        self.seen += 1
+        return X[place] * (1 + 32 / (32 + self.seen)), Y[place]
+
+
+CASES = {
+    "baseline": {"model": Baseline},
+    "recent": {"model": Recent},
+    "counted layer": {"model": counted_layer},
+    "averaged norm": {"optimizer": lambda: averaged_norm},
+    "clamped": {"optimizer": lambda: clamped},
+    "memory": {"optimizer": lambda: OfData},
+    "shared": {"model": Sharing},
+    "momentum": {"optimizer": lambda: Momentum},
+    "datasets": {"data": lambda: DataLoader(ConcatDataset([Growing(), Growing()]), 16)},
+    "loss": {"loss": Centered},
+    "model": {"model": Recurrent},
+    "epoch": {"data": EpochSeed},
+    "in place": {"data": Shuffling},
+    "sampler": {"data": curriculum},
+    "lookahead": {"optimizer": lambda: lambda weights: Lookahead(weights, lr=0.1)},
+    "hook": {"optimizer": lambda: warmed_up},
+    "object": {"optimizer": lambda: clipped},
+}
