@@ -1,24 +1,32 @@
 """The objects of one's own that a step may change, and the names under which they keep values.
 
 Looked at are the modules of a model or a loss, optimizers, the hooks of both, the variables that a function shares with
-the one around it, and data with their samplers and datasets. What these lead to otherwise may belong to others: it is
-neither read nor changed.
+the one around it, and data with their samplers and datasets; in attributes of modules, optimizers and hooks also
+objects of a class of one's own, such as a meter. What these lead to otherwise may belong to others: it is neither read
+nor changed.
 """
 
 from __future__ import annotations
 
 import functools
+import sys
+import sysconfig
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
+from enum import Enum
 from functools import partial
-from types import FunctionType, MethodType
+from pathlib import Path
+from threading import Thread
+from types import FunctionType, MethodType, SimpleNamespace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader, TensorDataset
 
+import amplab
 from amplab.amp.apex.before_initialize import hooks_of
 from amplab.amp.apex.optimizer_names import LENT_NAMES
 from amplab.lab.own_values import READERS
@@ -33,6 +41,9 @@ _HOOKS_OF_MODULE = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks
 _OF_LOADER = ("dataset", "sampler", "batch_sampler")
 _OF_EVERY_LOADER = frozenset(vars(DataLoader(TensorDataset())))
 _OF_EVERY_MODULE = frozenset(vars(nn.Module()))
+_LIBRARIES = (f"{sysconfig.get_paths()['stdlib']}/", f"{Path(str(amplab.__file__)).parent}/")
+_INSTALLED = ("site-packages", "dist-packages")
+_OTHERS = (type, nn.Module, Tensor, Optimizer, LRScheduler, Enum, BaseException, Thread, *READERS)  # not plain objects
 
 
 @functools.cache
@@ -133,23 +144,25 @@ def holders(roots: Mapping[str, Any]) -> Iterator[tuple[str, Names]]:
         seen.add(id(value))
         if isinstance(value, nn.Module):
             for place, module in value.named_modules():
-                yield f"{path}/{place}", Names(module, vars(module), _OF_EVERY_MODULE)
+                yield f"{path}/{place}", (names := Names(module, vars(module), _OF_EVERY_MODULE))
                 yield f"{path}/{place} buffers", _Buffers(module, module._buffers)
-                waiting += _hooks(f"{path}/{place}", module)
+                waiting += _parts_in(f"{path}/{place}", names, _is_of_ones_own) + _hooks(f"{path}/{place}", module)
         elif isinstance(value, Optimizer):
             if not type(value).__module__.startswith(("torch.", "amplab.")):  # whose state_dict has all
-                yield path, Names(value, vars(value), _of_every_optimizer())
+                yield path, (names := Names(value, vars(value), _of_every_optimizer()))
+                waiting += _parts_in(path, names, _is_of_ones_own)
             waiting += _hooks(path, value)
         elif isinstance(value, FunctionType):
             yield path, _Cells(value)
         elif isinstance(value, MethodType | partial):
             waiting.append((path, value.__self__ if isinstance(value, MethodType) else value.func))
-        elif isinstance(names := getattr(value, "__dict__", None), dict) and not isinstance(value, type):
-            without = _OF_EVERY_LOADER if isinstance(value, DataLoader) else frozenset()
-            yield path, Names(value, names, without)
-            parts = [(name, names.get(name)) for name in (_OF_LOADER if isinstance(value, DataLoader) else [*names])]
-            waiting += [(f"{path}.{name}", part) for name, part in parts if issubclass(type(part), READERS)]
-            waiting += [reader for name, part in parts for reader in _readers_in(f"{path}.{name}", part)]
+        elif (kept := _attributes(value)) is not None and not isinstance(value, type):
+            is_loader = isinstance(value, DataLoader)
+            yield path, (names := Names(value, kept, _OF_EVERY_LOADER if is_loader else frozenset()))
+            parts = {name: kept.get(name) for name in _OF_LOADER} if is_loader else names
+            waiting += _parts_in(path, parts, _is_reader)
+            if path not in roots and _is_of_ones_own(value):  # data and losses share what they have with all runs
+                waiting += _parts_in(path, names, _is_of_ones_own)
 
 
 def _hooks(path: str, owner: nn.Module | Optimizer) -> list[tuple[str, Any]]:
@@ -159,9 +172,39 @@ def _hooks(path: str, owner: nn.Module | Optimizer) -> list[tuple[str, Any]]:
     return [(f"{path} hook {place}", hook) for place, hook in enumerate(hooks)]
 
 
-def _readers_in(path: str, parts: Any) -> list[tuple[str, Any]]:
-    """Return the datasets and samplers in a list, a tuple or a dict, as ConcatDataset has one."""
-    if type(parts) not in (list, tuple, dict) or len(parts) > _MOST_PARTS:
-        return []
-    named = [*parts.items()] if isinstance(parts, dict) else [*enumerate(parts)]
-    return [(f"{path}[{name!r}]", part) for name, part in named if issubclass(type(part), READERS)]
+def _parts_in(path: str, names: Mapping[str, Any], is_part: Callable[[Any], bool]) -> list[tuple[str, Any]]:
+    """Return the objects of a kind in attributes, and in lists, tuples and dicts there, as ConcatDataset has one."""
+    found = []
+    for name, value in [*names.items()]:
+        if is_part(value):
+            found.append((f"{path}.{name}", value))
+        elif type(value) in (list, tuple, dict) and len(value) <= _MOST_PARTS:
+            items = [*value.items()] if isinstance(value, dict) else [*enumerate(value)]
+            found += [(f"{path}.{name}[{key!r}]", part) for key, part in items if is_part(part)]
+    return found
+
+
+def _is_reader(value: Any) -> bool:
+    return issubclass(type(value), READERS)
+
+
+def _is_of_ones_own(value: Any) -> bool:
+    """Whether it is a plain object, of a class that is not installed.
+
+    An object of a library may stand for something outside, such as a file that it writes.
+    """
+    kind = type(value)
+    file = getattr(sys.modules.get(kind.__module__), "__file__", None) or ""
+    is_librarys = file.startswith(_LIBRARIES) or any(folder in file for folder in _INSTALLED) or not file
+    if is_librarys and kind.__module__ != "__main__":
+        return kind is SimpleNamespace
+    return _attributes(value) is not None and not issubclass(kind, _OTHERS)
+
+
+def _attributes(value: Any) -> dict[str, Any] | None:
+    """Return the `__dict__` of an object, whatever its class makes of names; None without one."""
+    try:
+        found = object.__getattribute__(value, "__dict__")
+    except (AttributeError, TypeError):
+        return None
+    return found if isinstance(found, dict) else None

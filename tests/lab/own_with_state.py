@@ -1,6 +1,7 @@
 """Models, losses, optimizers and data of one's own that keep more than weights, as people have them."""
 
 import random
+import types
 from collections import defaultdict, deque
 
 import numpy as np
@@ -275,6 +276,56 @@ class Growing(Dataset):
         return X[place] * (1 + 32 / (32 + self.seen)), Y[place]
 
 
+class Average:
+    def __init__(self):
+        self.total, self.count, self.last = 0.0, 0, deque(maxlen=3)
+
+    def add(self, value):
+        self.total, self.count = self.total + value, self.count + 1
+        self.last.append(value)
+        return self.total / self.count
+
+
+class Metered(nn.Module):
+    """Counts in objects: one in an attribute, in a list, in another object, and a namespace."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear, self.average, self.averages = nn.Linear(16, 4), Average(), [Average(), {"no": "object"}]
+        self.state = types.SimpleNamespace(calls=0, inner=Average())
+
+    def forward(self, x):
+        self.state.calls += 1
+        size = float(x.detach().abs().mean()) * self.state.calls
+        sizes = [each.add(size) for each in (self.average, self.averages[0], self.state.inner)]
+        return self.linear(x) / sum(sizes) / len(self.average.last)
+
+
+class Ema:
+    """An average of weights that the optimizer follows."""
+
+    def __init__(self, weights):
+        self.weights, self.shadow, self.updates = weights, [weight.detach().clone() for weight in weights], 0
+
+    @torch.no_grad()
+    def update(self):
+        self.updates += 1
+        for shadow, weight in zip(self.shadow, self.weights, strict=True):
+            shadow.lerp_(weight, 1 / (1 + self.updates))
+            weight.lerp_(shadow, 0.1)
+
+
+class Averaged(torch.optim.SGD):
+    def __init__(self, params):
+        super().__init__(params, lr=0.1)
+        self.ema = Ema(self.param_groups[0]["params"])
+
+    def step(self, closure=None):
+        super().step(closure)
+        self.ema.weights = self.param_groups[0]["params"]  # masters at O2
+        self.ema.update()
+
+
 CASES = {
     "baseline": {"model": Baseline},
     "recent": {"model": Recent},
@@ -285,6 +336,8 @@ CASES = {
     "shared": {"model": Sharing},
     "momentum": {"optimizer": lambda: Momentum},
     "datasets": {"data": lambda: DataLoader(ConcatDataset([Growing(), Growing()]), 16)},
+    "meters": {"model": Metered},
+    "ema": {"optimizer": lambda: Averaged},
     "loss": {"loss": Centered},
     "model": {"model": Recurrent},
     "epoch": {"data": EpochSeed},

@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from own_models import registered
+from own_with_state import Metered
 from torch import nn
 
 from amplab.lab import Experiment
@@ -84,11 +85,17 @@ def hooked():
     return model
 
 
+def with_meters():
+    torch.manual_seed(1)
+    return Metered()
+
+
 CASES = {
     "model": lambda: {"model": Notes(), "loss": F.cross_entropy},
     "loss": lambda: {"model": plain(), "loss": Counting()},
     "step": lambda: {"model": plain(), "step": counting_step()},
     "hook": lambda: {"model": hooked(), "loss": F.cross_entropy},
+    "objects": lambda: {"model": with_meters(), "loss": F.cross_entropy},
 }
 LOOKS = ["trace", "activations", "gradients", "examine", "score"]
 
