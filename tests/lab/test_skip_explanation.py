@@ -225,6 +225,7 @@ def test_skips_left_over_are_explained_when_the_run_pauses(model_named, monkeypa
         at_once = Trainer(config)
         at_once.run(40)
     without_explanations(monkeypatch)
+    monkeypatch.setattr("amplab.lab.trainer._PAUSE_SECONDS", 60.0)  # two seconds are few on a busy machine
     later = Trainer(config)
     later.run(40)
     rows = later.history.skip_groups().tolist()
