@@ -241,14 +241,25 @@ def _copy_of(data: Any) -> Any:
         return data
     if isinstance(one, DataLoader):
         vars(one).update(_parts_of_loader(one))  # a loader lets no one set them
+    elif isinstance(one, IterableDataset):
+        vars(one).update({name: _copy_of_streams(value) for name, value in vars(one).items()})
     return one
+
+
+def _copy_of_streams(data: Any) -> Any:
+    """Return copies of streams, and of those in a list, which may keep their places; other data as they are."""
+    if type(data) in (list, tuple):
+        return (
+            type(data)(map(_copy_of_streams, data)) if any(isinstance(each, IterableDataset) for each in data) else data
+        )
+    return _copy_of(data) if isinstance(data, IterableDataset) else data
 
 
 def _parts_of_loader(loader: DataLoader[Any]) -> dict[str, Any]:
     sampler, batches = _copy_of(loader.sampler), _copy_of(loader.batch_sampler)
     if "sampler" in getattr(batches, "__dict__", ()):
         batches.sampler = sampler if batches.sampler is loader.sampler else _copy_of(batches.sampler)
-    parts = {"sampler": sampler, "batch_sampler": batches}
+    parts = {"dataset": _copy_of_streams(loader.dataset), "sampler": sampler, "batch_sampler": batches}
     if loader.num_workers:
         parts |= {"persistent_workers": False, "worker_init_fn": _Uninterrupted(loader.worker_init_fn)}
     return parts

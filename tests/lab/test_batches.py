@@ -370,11 +370,28 @@ class Counting:
         yield from torch.randperm(6, generator=torch.Generator().manual_seed(self.epoch)).tolist()
 
 
-@pytest.mark.parametrize("kind", ["data", "sampler", "sampler of batches"])
+class Continuing(IterableDataset):
+    """Goes on where it was read last, or by another stream."""
+
+    def __init__(self, sources=()):
+        self.epoch, self.sources = 0, sources
+
+    def __iter__(self):
+        self.epoch += 1
+        if self.sources:
+            return (value for source in self.sources for value in source)
+        return iter(torch.randperm(6, generator=torch.Generator().manual_seed(self.epoch)).tolist())
+
+
+@pytest.mark.parametrize("kind", ["data", "sampler", "sampler of batches", "stream", "loader of a stream", "streams"])
 def test_data_that_count_their_epochs_give_every_run_the_same_batches(kind):
-    counting = Counting()
-    if kind == "data":
+    counting = Continuing() if "stream" in kind else Counting()
+    if kind in ("data", "stream"):
         data = counting
+    elif kind == "loader of a stream":
+        data = DataLoader(counting, batch_size=1)
+    elif kind == "streams":
+        data = DataLoader(Continuing([counting]), batch_size=1)
     elif kind == "sampler":
         data = DataLoader(torch.arange(6), batch_size=1, sampler=counting)
     else:
