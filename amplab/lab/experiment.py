@@ -57,7 +57,14 @@ from amplab.lab.models import MODELS, build_model
 from amplab.lab.own_state import State, add_state, changes, in_another_session, lost_changes, own_state
 from amplab.lab.past_skips import PastSkip, PastSkips
 from amplab.lab.rank_exchange import RankExchange
-from amplab.lab.saved_experiment import all_buffers, read_saved, shape_of, unsaved_buffers
+from amplab.lab.saved_experiment import (
+    all_buffers,
+    read_saved,
+    register_buffers,
+    registered_buffers,
+    shape_of,
+    unsaved_buffers,
+)
 from amplab.lab.schedule_states import left_out, load_states, schedules_in_hooks, sets_rates, states_of
 from amplab.lab.session_settings import (
     kept_scales,
@@ -401,6 +408,7 @@ class Experiment:
             **place,
             "accumulates_since": list(self._accumulates_since),
             "buffers": {name: buffers[key] for name, buffers, key in unsaved_buffers(self._model, self._shapes)},
+            "registered": registered_buffers(self._model, self._shapes),
             "schedules": states_of(schedules),
             "own": changes(kept, self._given_state),
             "left_out": lost,
@@ -437,6 +445,7 @@ class Experiment:
         """
         _, extra = read_saved(path)
         experiment = cls(config or ExperimentConfig.parse(extra["config"]), exchange=exchange)
+        unregistered = register_buffers(experiment._model, extra.get("registered", {}))
         experiment._load_buffers(extra.get("buffers", {}))  # first: some have another shape in the file
         with random_states_kept(()):  # a step draws from its own
             state = load_run_state(
@@ -447,7 +456,7 @@ class Experiment:
         experiment._task.know_place(extra)
         load_states(schedules_in_hooks(experiment._optimizers), extra.get("schedules", []))
         missing = add_state(experiment._roots(), extra.get("own", {}), experiment._device(), experiment._kept_tensors())
-        experiment.left_out = (*extra.get("left_out", ()), *missing)
+        experiment.left_out = (*extra.get("left_out", ()), *unregistered, *missing)
         experiment._began = time.perf_counter() - extra["seconds"]
         experiment._loss_scale = experiment._lowest_scale()
         for fault in extra["armed"]:

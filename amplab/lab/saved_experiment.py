@@ -13,7 +13,7 @@ from amplab.amp.run_state.file_format import RunStateError, read_run_state
 from amplab.lab.faults import FAULTS
 from amplab.lab.run_log.json_lines import is_count, is_number
 
-__all__ = ["all_buffers", "read_saved", "shape_of", "unsaved_buffers"]
+__all__ = ["all_buffers", "read_saved", "register_buffers", "registered_buffers", "shape_of", "unsaved_buffers"]
 
 
 def all_buffers(model: nn.Module) -> Iterator[tuple[str, dict[str, Tensor | None], str]]:
@@ -27,10 +27,35 @@ def unsaved_buffers(
     model: nn.Module, shapes: Mapping[str, torch.Size | None]
 ) -> Iterator[tuple[str, dict[str, Tensor | None], str]]:
     """Yield those of `all_buffers` that a state_dict leaves out, or that a new model of these shapes cannot load."""
-    hidden = {f"{path}.{key}" for path, module in model.named_modules() for key in module._non_persistent_buffers_set}
+    hidden = _non_persistent(model)
     for name, buffers, key in all_buffers(model):
         if name in hidden or shapes.get(name) != shape_of(buffers[key]):
             yield name, buffers, key
+
+
+def registered_buffers(model: nn.Module, shapes: Mapping[str, torch.Size | None]) -> dict[str, bool]:
+    """Return the buffers that a forward has registered, by name, and whether a state_dict has them.
+
+    A new model has buffers of these shapes.
+    """
+    hidden = _non_persistent(model)
+    return {name: name not in hidden for name, *_ in all_buffers(model) if name not in shapes}
+
+
+def register_buffers(model: nn.Module, names: Mapping[str, bool]) -> list[str]:
+    """Register, in another process, what `registered_buffers` returned; return the names that a model does not take."""
+    modules, refused = dict(model.named_modules()), []
+    for name, is_persistent in names.items():
+        path, _, key = name.rpartition(".")
+        try:
+            modules[path].register_buffer(key, None, persistent=is_persistent)
+        except (KeyError, AttributeError, TypeError):  # no such module; a name that it uses for something else
+            refused.append(name)
+    return refused
+
+
+def _non_persistent(model: nn.Module) -> set[str]:
+    return {f"{path}.{key}" for path, module in model.named_modules() for key in module._non_persistent_buffers_set}
 
 
 def shape_of(buffer: Tensor | None) -> torch.Size | None:
@@ -72,6 +97,8 @@ def _is_of_the_lab(extra: dict[str, Any]) -> bool:
         and _are(lambda state: isinstance(state, dict), extra.get("schedules", []))
         and _are(lambda name: isinstance(name, str), extra.get("left_out", []))
         and isinstance(extra.get("buffers", {}), dict)
+        and isinstance(registered := extra.get("registered", {}), dict)
+        and all(isinstance(name, str) and isinstance(each, bool) for name, each in registered.items())
         and all(_is_state(extra.get(name, {})) for name in ("own", "data"))
         and is_number(extra.get("learning_rate", 0.0))
         and isinstance(digests := extra.get("digests", {}), dict)

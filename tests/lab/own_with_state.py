@@ -301,6 +301,22 @@ class Metered(nn.Module):
         return self.linear(x) / sum(sizes) / len(self.average.last)
 
 
+class Registering(nn.Module):
+    """Registers what its first batch tells."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(16, 4)
+
+    def forward(self, x):
+        if not hasattr(self, "mean"):
+            self.register_buffer("mean", x.mean(0).float(), persistent=False)
+            self.linear.register_buffer("count", torch.tensor(1.0))
+        self.mean.mul_(0.9).add_(x.mean(0), alpha=0.1)
+        self.linear.count += 1
+        return self.linear(x - self.mean.to(x.dtype)) / self.linear.count
+
+
 class Ema:
     """An average of weights that the optimizer follows."""
 
@@ -337,6 +353,7 @@ CASES = {
     "momentum": {"optimizer": lambda: Momentum},
     "datasets": {"data": lambda: DataLoader(ConcatDataset([Growing(), Growing()]), 16)},
     "meters": {"model": Metered},
+    "registering": {"model": Registering},
     "ema": {"optimizer": lambda: Averaged},
     "loss": {"loss": Centered},
     "model": {"model": Recurrent},
