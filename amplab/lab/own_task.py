@@ -48,6 +48,7 @@ from amplab.trace.forwarded_modules import buffers_kept
 from amplab.trace.handed_step import Loss, ModelGroup, as_model, handed_step
 from amplab.trace.optimizer_hooks import is_amplabs
 from amplab.trace.random_states import devices_in_use, random_states_kept, seed_all
+from amplab.trace.untouched import nodes_behind
 
 __all__ = ["OwnCode", "OwnTask", "check_devices", "forget_own", "register_own"]
 
@@ -409,7 +410,18 @@ def _try_one_step(task: OwnTask, model: nn.Module) -> None:
     with buffers_kept(model), Undo() as undo:
         undo.add(KeptAttributes({"model": model, **task.code_of_steps()}).restore)  # hooks are shared by all copies
         for loss in task.losses:
-            loss.of(model, task.batch(0, 0))
+            _check_trains(model, loss.of(model, task.batch(0, 0)))
+
+
+def _check_trains(model: nn.Module, loss: Tensor) -> None:
+    """Raise a ValueError if a loss is that of another model; what a reentrant checkpoint leads to is not seen."""
+    leaves = [getattr(node, "variable", None) for node in nodes_behind(loss)]
+    others = {id(each) for each in leaves if isinstance(each, nn.Parameter)}
+    if others and others.isdisjoint(map(id, model.parameters())):
+        raise ValueError(
+            "the loss depends on parameters of another model only, and the lab trains a copy of yours: expected the "
+            "loss of the model that step= gets, step=lambda model, batch: …"
+        )
 
 
 def _digests(code: OwnCode, model: nn.Module, batch: Any) -> dict[str, str]:

@@ -103,6 +103,10 @@ def test_a_change_that_cannot_be_made_leaves_the_run_as_it_was():
         ({"loss": None}, "float"),  # nothing that can be a loss: below
         ({"step": lambda batch: batch}, r"amplab\.lab\.open\(model=model, data=loader, step=lambda model, batch"),
         ({"loss": F.cross_entropy, "step": lambda model, batch: model}, "both loss= and step="),
+        (
+            {"step": lambda _, batch: F.cross_entropy(ONE(batch[0]), batch[1])},
+            "another model.* step=lambda model, batch",
+        ),
         ({"optimizer": torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=1)}, "not the model's"),
         ({"optimizer": lambda: None}, "called with the parameters"),
         (
