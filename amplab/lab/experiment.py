@@ -53,6 +53,7 @@ from amplab.lab.faults import (
     with_nan,
 )
 from amplab.lab.kept_attributes import KeptAttributes
+from amplab.lab.kept_weights import KeptWeights
 from amplab.lab.models import MODELS, build_model
 from amplab.lab.own_state import State, add_state, changes, in_another_session, lost_changes, own_state
 from amplab.lab.past_skips import PastSkip, PastSkips
@@ -104,6 +105,8 @@ SCORE_EVERY = 25
 """Steps between two measurements of the score on held-out data."""
 
 _SAMPLED = ((200, 20), (2_000, 50), (math.inf, 200))  # until this step, a histogram of the gradients every so many
+
+_LEARNS_WRITTEN = 3  # steps; a teacher that follows equal weights does not move in the first one
 
 _NUMBERED = re.compile(r"models\[(\d+)\]\.")
 
@@ -174,6 +177,7 @@ class Experiment:
     def __init__(self, config: ExperimentConfig, *, exchange: RankExchange | None = None) -> None:
         self._config = config
         self._exchange = exchange
+        self._is_own = OWN_TASK.fullmatch(config.task) is not None
         self._task = load_task(config.task, config.seed)
         self._task.check_batch_size(config.batch_size)
         self._model = build_model(config.model, config.hidden, config.seed)
@@ -204,10 +208,12 @@ class Experiment:
         self.score_failure, self.hook_failure, self.left_out = "", "", tuple[str, ...]()
         self.phase = ""
         self.goes_on: Callable[[], bool] = lambda: True
-        is_own = OWN_TASK.fullmatch(config.task) or not MODELS[config.model].build.__module__.startswith("amplab.")
-        self._can_stop = not is_own and exchange is None
+        is_labs = not self._is_own and MODELS[config.model].build.__module__.startswith("amplab.")
+        self._can_stop = is_labs and exchange is None
         self._scalers_before: tuple[ScaleState, ...] = ()
-        self._versions_before: list[tuple[int, int]] = []
+        self._weights_before = KeptWeights(())
+        self._written_in_forward: Set[int] = frozenset()  # by id
+        self._weights_changes = 0  # by steps that were not skipped
         self._attributes_before = KeptAttributes({})
         self._given: Sequence[Any] | None = None  # batches of a step that runs again
 
@@ -292,9 +298,12 @@ class Experiment:
         self._rerun.forget()
         self._rerun.remember(batches[0] if len(batches) == 1 else batches)
         self._attributes_before = self._kept_attributes(is_of_step=True)
-        self._versions_before, self.phase = self._versions(), "gradients"
+        written = self._written_in_forward if self._weights_changes >= _LEARNS_WRITTEN else None
+        self._weights_before, self.phase = KeptWeights(self._weights(), self._unstepped(), written), "gradients"
         with self._taken_back_if_stopped():
             record = self._train_on(batches, self._began)
+        self._written_in_forward |= self._weights_before.written()
+        self._weights_changes += not record.skipped
         self._last = record
         if record.skipped and self._given is None and self._exchange is None:  # a rank cannot run again by itself
             self._past.keep(self._weights(), is_same=was_skipped and len(self._optimizers) == 1, make=self._past_skip)
@@ -308,10 +317,10 @@ class Experiment:
         """Restore what a step that has raised in its forward or backward had changed; return whether that is all.
 
         Then what `save` saves is as before the step. It is not once an optimizer has begun to step, or if the forward
-        has written to weights, exchanged buffers, or written in place to a large tensor of an attribute. An edit of a
-        weight's `.data` is not noticed.
+        has written to weights that an optimizer steps, exchanged buffers, or written in place to a large tensor of an
+        attribute. See `KeptWeights` for other weights, such as those of a teacher.
         """
-        if self.phase != "gradients" or self._versions() != self._versions_before:
+        if self.phase != "gradients" or not self._weights_before.restore():
             return False
         if not (self._rerun.restore_buffers() and self._attributes_before.restore()):
             return False
@@ -592,14 +601,10 @@ class Experiment:
         stepped = (each for optimizer in self._optimizers for each in self._session.master_params(optimizer))
         return weights + [each for each in stepped if id(each) not in known]
 
-    def _versions(self) -> list[tuple[int, int]]:
-        """Return numbers that change when weights are written in place, or get another storage. Sync: none."""
-        weights = (each for each in self._weights() if type(each) in (Tensor, nn.Parameter))  # others may have no place
-        return [
-            (each.data_ptr(), 0 if each.is_inference() else each._version)
-            for each in weights
-            if each.layout is torch.strided
-        ]
+    def _unstepped(self) -> list[Tensor]:
+        """Return the parameters that no optimizer steps, of a model of one's own."""
+        stepped = {name for names in self._names for name in names}
+        return [each for name, each in self._model.named_parameters() if name not in stepped] if self._is_own else []
 
     def _loss_again(self, given: Any) -> Tensor:
         """Return the loss that was skipped in the last step, with the faults that went into it."""
@@ -966,15 +971,14 @@ class Experiment:
 
     def _roots(self) -> dict[str, Any]:
         """The objects of one's own whose attributes a run may change, by the names under which they are saved."""
-        if OWN_TASK.fullmatch(self._config.task) is None:
+        if not self._is_own:
             return {}
         optimizers = {f"optimizer {number}".removesuffix(" 0"): each for number, each in enumerate(self._optimizers)}
         return {"model": self._model, **self._task.parts_with_state(), **optimizers}
 
     def _kept_attributes(self, *, is_of_step: bool = False) -> KeptAttributes:
         """What the code that a forward runs keeps now, to be restored; nothing of the models of the lab."""
-        is_own = OWN_TASK.fullmatch(self._config.task) is not None
-        roots = {"model": self._model, **self._task.code_of_steps()} if is_own else {}
+        roots = {"model": self._model, **self._task.code_of_steps()} if self._is_own else {}
         return KeptAttributes(roots, self._kept_tensors, is_of_step=is_of_step)
 
     def _own_state(self) -> State:
