@@ -63,7 +63,9 @@ from amplab.lab.saved_experiment import (
     read_saved,
     register_buffers,
     registered_buffers,
+    separate_buffers,
     shape_of,
+    sharing_buffers,
     unsaved_buffers,
 )
 from amplab.lab.schedule_states import left_out, load_states, schedules_in_hooks, sets_rates, states_of
@@ -184,6 +186,7 @@ class Experiment:
         self._draws = MODELS[config.model].draws
         self._copy: nn.Module | None = None  # building it again would draw
         self._shapes = {name: shape_of(buffers[key]) for name, buffers, key in all_buffers(self._model)}
+        self._sharing = sharing_buffers(self._model)
         self._nonfinite_at_start = frozenset(_nonfinite_buffers(self._model))
         self._optimizers, self._names, self._rates = list[Optimizer](), list[list[str]](), list[list[Any]]()
         self._build_optimizers(config)
@@ -418,6 +421,7 @@ class Experiment:
             "accumulates_since": list(self._accumulates_since),
             "buffers": {name: buffers[key] for name, buffers, key in unsaved_buffers(self._model, self._shapes)},
             "registered": registered_buffers(self._model, self._shapes),
+            "separate": sorted(self._sharing - sharing_buffers(self._model)),
             "schedules": states_of(schedules),
             "own": changes(kept, self._given_state),
             "left_out": lost,
@@ -454,6 +458,7 @@ class Experiment:
         """
         _, extra = read_saved(path)
         experiment = cls(config or ExperimentConfig.parse(extra["config"]), exchange=exchange)
+        separate_buffers(experiment._model, extra.get("separate", []))
         unregistered = register_buffers(experiment._model, extra.get("registered", {}))
         experiment._load_buffers(extra.get("buffers", {}))  # first: some have another shape in the file
         with random_states_kept(()):  # a step draws from its own

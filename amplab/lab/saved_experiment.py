@@ -11,9 +11,19 @@ from torch import Tensor, nn
 
 from amplab.amp.run_state.file_format import RunStateError, read_run_state
 from amplab.lab.faults import FAULTS
+from amplab.lab.own_values import storage_of
 from amplab.lab.run_log.json_lines import is_count, is_number
 
-__all__ = ["all_buffers", "read_saved", "register_buffers", "registered_buffers", "shape_of", "unsaved_buffers"]
+__all__ = [
+    "all_buffers",
+    "read_saved",
+    "register_buffers",
+    "registered_buffers",
+    "separate_buffers",
+    "shape_of",
+    "sharing_buffers",
+    "unsaved_buffers",
+]
 
 
 def all_buffers(model: nn.Module) -> Iterator[tuple[str, dict[str, Tensor | None], str]]:
@@ -52,6 +62,23 @@ def register_buffers(model: nn.Module, names: Mapping[str, bool]) -> list[str]:
         except (KeyError, AttributeError, TypeError):  # no such module; a name that it uses for something else
             refused.append(name)
     return refused
+
+
+def sharing_buffers(model: nn.Module) -> set[str]:
+    """Return the names of buffers that share memory with an earlier one; a change of the level can end that."""
+    seen, sharing = set[int](), set[str]()
+    for name, buffers, key in all_buffers(model):
+        if (place := 0 if (buffer := buffers[key]) is None else storage_of(buffer)) in seen - {0}:
+            sharing.add(name)
+        seen.add(place)
+    return sharing
+
+
+def separate_buffers(model: nn.Module, names: Container[str]) -> None:
+    """Give buffers memory of their own."""
+    for name, buffers, key in all_buffers(model):
+        if name in names and (buffer := buffers[key]) is not None:
+            buffers[key] = buffer.clone()
 
 
 def _non_persistent(model: nn.Module) -> set[str]:
@@ -97,6 +124,7 @@ def _is_of_the_lab(extra: dict[str, Any]) -> bool:
         and _are(lambda state: isinstance(state, dict), extra.get("schedules", []))
         and _are(lambda name: isinstance(name, str), extra.get("left_out", []))
         and isinstance(extra.get("buffers", {}), dict)
+        and _are(lambda name: isinstance(name, str), extra.get("separate", []))
         and isinstance(registered := extra.get("registered", {}), dict)
         and all(isinstance(name, str) and isinstance(each, bool) for name, each in registered.items())
         and all(_is_state(extra.get(name, {})) for name in ("own", "data"))

@@ -301,6 +301,20 @@ class Metered(nn.Module):
         return self.linear(x) / sum(sizes) / len(self.average.last)
 
 
+class Aliased(nn.Module):
+    """Reads by one name what it writes by another."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(16, 4)
+        self.register_buffer("written", torch.zeros(4))
+        self.register_buffer("read", self.written)
+
+    def forward(self, x):
+        self.written.add_(1)
+        return self.linear(x) * (1 + self.read)
+
+
 class Registering(nn.Module):
     """Registers what its first batch tells."""
 
@@ -354,6 +368,7 @@ CASES = {
     "datasets": {"data": lambda: DataLoader(ConcatDataset([Growing(), Growing()]), 16)},
     "meters": {"model": Metered},
     "registering": {"model": Registering},
+    "aliased": {"model": Aliased},
     "ema": {"optimizer": lambda: Averaged},
     "loss": {"loss": Centered},
     "model": {"model": Recurrent},

@@ -58,6 +58,19 @@ def test_a_run_goes_on_in_another_kernel_with_what_its_objects_keep(case, level,
     check_it_goes_on(first, case, losses[7:], tmp_path)
 
 
+def test_buffers_that_a_level_has_separated_are_separate_in_another_kernel(tmp_path):
+    experiment = Experiment(opened("aliased").changed(opt_level="O0"))
+    for level in ("O2", "O0"):
+        experiment.step()
+        experiment.switch(experiment.config.changed(opt_level=level))
+    experiment.save(tmp_path / "run.checkpoint", {})
+    losses = [experiment.step().loss for _ in range(4)]
+    forget_own(set())
+    opened("aliased")
+    again, _ = Experiment.load(tmp_path / "run.checkpoint")
+    assert [again.step().loss for _ in losses] == losses
+
+
 @pytest.mark.parametrize("change", [{"opt_level": "O0"}, {"init_scale": 1024.0}, {"opt_level": "O2"}])
 @pytest.mark.parametrize("case", ["lookahead", "hook", "object"])
 def test_it_goes_on_after_a_change_that_begins_another_session(case, change, tmp_path):
