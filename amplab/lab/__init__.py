@@ -8,8 +8,8 @@ The files, by part::
 
     what to train           config (the fields of an experiment), tasks, models, levels
     code of your own        own_task, batches, own_objects, own_values, own_state (what objects keep, in another
-                            process), kept_attributes (during a look), kept_weights, schedule_states,
-                            code_digests
+                            process), kept_attributes (during a look), kept_weights, model_buffers,
+                            schedule_states, code_digests
     training                experiment (one step), trainer, present_run (what changes and replaces its run), controls
                             (what its thread is to do), worker (the thread), events
     one step in stages      step_stages

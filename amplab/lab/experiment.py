@@ -54,20 +54,12 @@ from amplab.lab.faults import (
 )
 from amplab.lab.kept_attributes import KeptAttributes
 from amplab.lab.kept_weights import KeptWeights
+from amplab.lab.model_buffers import ModelBuffers
 from amplab.lab.models import MODELS, build_model
 from amplab.lab.own_state import State, add_state, changes, in_another_session, lost_changes, own_state
 from amplab.lab.past_skips import PastSkip, PastSkips
 from amplab.lab.rank_exchange import RankExchange
-from amplab.lab.saved_experiment import (
-    all_buffers,
-    read_saved,
-    register_buffers,
-    registered_buffers,
-    separate_buffers,
-    shape_of,
-    sharing_buffers,
-    unsaved_buffers,
-)
+from amplab.lab.saved_experiment import read_saved
 from amplab.lab.schedule_states import left_out, load_states, schedules_in_hooks, sets_rates, states_of
 from amplab.lab.session_settings import (
     kept_scales,
@@ -185,9 +177,7 @@ class Experiment:
         self._model = build_model(config.model, config.hidden, config.seed)
         self._draws = MODELS[config.model].draws
         self._copy: nn.Module | None = None  # building it again would draw
-        self._shapes = {name: shape_of(buffers[key]) for name, buffers, key in all_buffers(self._model)}
-        self._sharing = sharing_buffers(self._model)
-        self._nonfinite_at_start = frozenset(_nonfinite_buffers(self._model))
+        self._buffers = ModelBuffers(self._model)
         self._optimizers, self._names, self._rates = list[Optimizer](), list[list[str]](), list[list[Any]]()
         self._build_optimizers(config)
         self._session = Session()
@@ -419,9 +409,7 @@ class Experiment:
             "armed": sorted(self.armed),
             **place,
             "accumulates_since": list(self._accumulates_since),
-            "buffers": {name: buffers[key] for name, buffers, key in unsaved_buffers(self._model, self._shapes)},
-            "registered": registered_buffers(self._model, self._shapes),
-            "separate": sorted(self._sharing - sharing_buffers(self._model)),
+            **self._buffers.state(),
             "schedules": states_of(schedules),
             "own": changes(kept, self._given_state),
             "left_out": lost,
@@ -458,9 +446,7 @@ class Experiment:
         """
         _, extra = read_saved(path)
         experiment = cls(config or ExperimentConfig.parse(extra["config"]), exchange=exchange)
-        separate_buffers(experiment._model, extra.get("separate", []))
-        unregistered = register_buffers(experiment._model, extra.get("registered", {}))
-        experiment._load_buffers(extra.get("buffers", {}))  # first: some have another shape in the file
+        unregistered = experiment._buffers.load(extra)  # first: some have another shape in the file
         with random_states_kept(()):  # a step draws from its own
             state = load_run_state(
                 path, model=experiment._model, optimizer=experiment._optimizers, amp=experiment._session
@@ -708,7 +694,7 @@ class Experiment:
 
         Those that did from the start, as a mask of attention does, are left out.
         """
-        return tuple(name for name in _nonfinite_buffers(self._model) if name not in self._nonfinite_at_start)
+        return self._buffers.nonfinite()
 
     def memory(self) -> MemoryUse:
         """Return the last measured bytes of parameters, gradients, masters and optimizer state.
@@ -996,15 +982,6 @@ class Experiment:
     def _device(self) -> torch.device | None:
         return next((each.device for each in self._model.parameters()), None)
 
-    def _load_buffers(self, values: dict[str, Any]) -> None:
-        """Load those that the state_dict leaves out, or that in the run have got a value, or another shape."""
-        for name, buffers, key in all_buffers(self._model):
-            value, own = values.get(name), buffers[key]
-            if isinstance(value, Tensor) and own is not None and own.shape == value.shape:
-                write_value(own, value)
-            elif isinstance(value, Tensor):
-                buffers[key] = value.to(self._device() if own is None else own.device)
-
     def _float32_copy(self, model: nn.Module | None = None) -> nn.Module:
         """Return another model with the current weights in float32 (the masters if there are any) and buffers.
 
@@ -1046,11 +1023,6 @@ def _check_modules(config: ExperimentConfig, names: tuple[str, ...]) -> None:
                 f"float32_modules={pattern}: matches no module of the model; the closest are {near}.",
                 shown=f"{FIELDS['float32_modules'].label}: there is no {pattern}; choose from {near}.",
             )
-
-
-def _nonfinite_buffers(model: nn.Module) -> tuple[str, ...]:
-    buffers = [(name, buffer) for name, buffer in model.named_buffers() if buffer.is_floating_point()]
-    return tuple(name for name, buffer in buffers if not torch.isfinite(buffer).all())
 
 
 def _names_of(model: nn.Module) -> tuple[str, ...]:
