@@ -29,7 +29,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import amplab
 from amplab.amp.apex.before_initialize import hooks_of
 from amplab.amp.apex.optimizer_names import LENT_NAMES
-from amplab.lab.own_values import READERS
+from amplab.lab.own_values import READERS, SCALARS
 from amplab.trace.as_found import rebind
 from amplab.trace.optimizer_hooks import is_amplabs
 from amplab.trace.untouched import WRAPPERS
@@ -175,12 +175,16 @@ def _hooks(path: str, owner: nn.Module | Optimizer) -> list[tuple[str, Any]]:
 def _parts_in(path: str, names: Mapping[str, Any], is_part: Callable[[Any], bool]) -> list[tuple[str, Any]]:
     """Return the objects of a kind in attributes, and in lists, tuples and dicts there, as ConcatDataset has one."""
     found = []
-    for name, value in [*names.items()]:
-        if is_part(value):
-            found.append((f"{path}.{name}", value))
-        elif type(value) in (list, tuple, dict) and len(value) <= _MOST_PARTS:
+    for name in names:
+        value = names.get(name)  # a thread may have deleted it
+        if type(value) in SCALARS:
+            continue
+        if type(value) in (list, tuple, dict) and len(value) <= _MOST_PARTS:
             items = [*value.items()] if isinstance(value, dict) else [*enumerate(value)]
-            found += [(f"{path}.{name}[{key!r}]", part) for key, part in items if is_part(part)]
+            parts = [(key, part) for key, part in items if type(part) not in SCALARS]
+            found += [(f"{path}.{name}[{key!r}]", part) for key, part in parts if is_part(part)]
+        elif is_part(value):
+            found.append((f"{path}.{name}", value))
     return found
 
 
