@@ -3,11 +3,11 @@
     20261122-140512-digits-mlp-O1.jsonl         the run log
     20261122-140512-digits-mlp-O1.checkpoint    weights, optimizer state, loss scale, position; replaced each time
 
-A checkpoint is written every few seconds, at most a hundredth of the time, when the run pauses, and after each change
-of a paused run. It says how long the log was then: a continued run has a new log, which begins with that part of the
-old one. A folder keeps the checkpoints of the last `KEPT` runs, of the `KEPT_LONGEST` longest ones before them, and
-those of runs that a process has not left. No run is offered while its process lives, even after a reset: a process
-locks the log of each of its runs that has a checkpoint until it ends.
+A checkpoint is written every few seconds, at most a hundredth of the time, when the run pauses, after each change of a
+paused run, and some seconds after its single steps. It says how long the log was then: a continued run has a new log,
+which begins with that part of the old one. A folder keeps the checkpoints of the last `KEPT` runs, of the
+`KEPT_LONGEST` longest ones before them, and those of runs that a process has not left. No run is offered while its
+process lives, even after a reset: a process locks the log of each of its runs that has a checkpoint until it ends.
 
 Several ranks have one checkpoint, that of rank 0 (see `run_log.ranks`). When torchrun has started them again, each
 continues its own log from there; the logs as they were are in the folder attempt-0, attempt-1, …

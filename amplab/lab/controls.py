@@ -24,11 +24,13 @@ class Controls:
         announce: Called in the thread, with a state and a note, when it has come to the state.
         on_idle: Called under `lock` when the last change that waited is made.
         on_error: As of the `Worker`.
+        on_rest: As of the `Worker`.
 
     Attributes:
         worker: The thread and its queue.
         lock: The worker's; guards the attributes of this object.
         state: As the last control wants it; see `Trainer`.
+        announced: The state that the thread has come to.
         stops: Calls of `stop` whose effect is to come.
         steps_made: Also of runs that another has replaced.
         steps_left: Until the run pauses; None for no limit.
@@ -42,6 +44,7 @@ class Controls:
         announce: Callable[[str, str], None],
         on_idle: Callable[[], None],
         on_error: Callable[[str], None],
+        on_rest: Callable[[], None],
     ) -> None:
         self._step, self._announce, self._on_idle = step, announce, on_idle
         self.worker = Worker(
@@ -49,9 +52,10 @@ class Controls:
             is_wanted=lambda: self.state == "running",
             on_error=on_error,
             seconds_left=lambda: self._due - time.monotonic(),
+            on_rest=on_rest,
         )
         self.lock = self.worker.lock
-        self.state = self._announced = "ready"  # the second is what the thread has come to
+        self.state = self.announced = "ready"
         self.stops = self.steps_made = 0
         self.steps_left: int | None = None
         self.speed: float | None = None
@@ -76,7 +80,7 @@ class Controls:
     @property
     def is_announced(self) -> bool:
         """Whether the thread has come to the state that is wanted."""
-        return self.state == self._announced
+        return self.state == self.announced
 
     # Any thread
 
@@ -209,7 +213,7 @@ class Controls:
             self._step()
 
     def _come_to(self, state: str, note: str) -> None:
-        self._announced = state
+        self.announced = state
         self._announce(state, note)
 
 

@@ -140,7 +140,6 @@ class PresentRun:
         self.explainer.examine_next()
         self.store.change(config, previous, step=step)
         self._publisher.publish(ConfigChanged(config, previous, step))
-        self._save_change()
         return True
 
     def disturb(self, fault: str, on: bool | None, *, is_undo: bool = False) -> None:
@@ -159,7 +158,6 @@ class PresentRun:
             self.explainer.examine_next()
         armed = self.experiment.shrinking if fault == "underflow" else on is not False
         self.store.inject(fault, step=len(self.store.history), on=armed)
-        self._save_change()
 
     def take_back(self) -> None:
         """Take back the latest change, and tell which."""
@@ -281,10 +279,9 @@ class PresentRun:
         is_running = self._controls.state == "running"
         return self._saver.save(self.experiment, self.store, is_running=is_running, at_rest=at_rest)
 
-    def _save_change(self) -> None:
-        """Save what was changed while the run is paused: its process may end before the next step."""
-        is_last = self._controls.changes_left < 2  # a slider queues many, and each checkpoint takes time
-        if self._controls.state == "paused" and is_last and self._exchange is None:  # other ranks may not be paused yet
+    def save_paused(self) -> None:
+        """Save what has changed while the run is paused: its process may end before the next step."""
+        if self._controls.announced == "paused" and self._exchange is None:  # other ranks may not be paused yet
             self.save(at_rest=True)
 
     def end_logs(self) -> None:
@@ -355,6 +352,7 @@ class PresentRun:
 
     def _retire(self) -> KeptRun | None:
         """Keep the present run and return it; None if it has no step."""
+        self.save_paused()
         self.retired.add(self.store)
         if not len(self.store.history):
             return None

@@ -1,4 +1,7 @@
-"""When the checkpoint of the present run is written: every few seconds, at rest, and after a change of a paused run.
+"""When the checkpoint of the present run is written: every few seconds, and once it is at rest.
+
+It is at rest when it pauses, after each change of it while it is paused, and once the trainer's thread has had nothing
+to do for some seconds, as after single steps.
 
 A checkpoint belongs to a log that holds every step up to it; without such a log none is written. One that cannot be
 written, as on a full disk, is reported once; the next one is due as always, and reported if it is written.

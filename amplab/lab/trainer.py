@@ -129,6 +129,7 @@ class Trainer:
             announce=self._announce,
             on_idle=self._want_present,
             on_error=lambda text: self._run.fail(text),  # noqa: PLW0108  made below
+            on_rest=lambda: self._run.save_paused(),  # noqa: PLW0108
         )
         self._worker = self._controls.worker
         self._run = PresentRun(
@@ -623,6 +624,7 @@ class Trainer:
         self._wanted = self.config
         if self._run.failure is not None and self.state != "stopped":  # no other run has come in its place
             self._controls.enter("failed")
+        self._worker.post(self._run.save_paused)
 
     # The trainer's thread, between two steps
 

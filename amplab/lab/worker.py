@@ -45,6 +45,7 @@ class Worker:
         seconds_left: Seconds until the next step is due, 0 or less if it is; called under `lock`.
         on_error: Called with the traceback if a command, a step, `is_wanted` or `seconds_left` raises, whatever it
             raises; the thread continues.
+        on_rest: Called in the thread before it ends, because nothing has come for some seconds or Python ends.
 
     Attributes:
         lock: The re-entrant lock that guards the queue and the owner's own state; held for moments only.
@@ -57,6 +58,7 @@ class Worker:
         is_wanted: Callable[[], bool],
         on_error: Callable[[str], None],
         seconds_left: Callable[[], float] = lambda: 0.0,
+        on_rest: Callable[[], None] = lambda: None,
     ) -> None:
         self.lock = threading.RLock()  # `with` of a Condition is Python code, in which Ctrl-C leaves the lock taken
         hold_over_forks(self.lock, LockOrder.WORKER)
@@ -65,8 +67,10 @@ class Worker:
         self._is_wanted = is_wanted
         self._seconds_left = seconds_left
         self._on_error = on_error
+        self._on_rest = on_rest
         self._queue: deque[Callable[[], None]] = deque()
         self._busy = self._has_ended = False
+        self._has_rested = False  # and nothing has come since
         self._process = os.getpid()
         self._thread: threading.Thread | None = None
         self._claim = threading.Lock()  # taken by the one thread that works
@@ -109,9 +113,10 @@ class Worker:
         return True
 
     def end(self, timeout: float) -> None:
-        """Accept no more commands, and wait: a thread still inside torch when Python exits crashes the process."""
+        """Accept no more commands, and end the thread: one still inside torch when Python exits crashes the process."""
         with self.lock:
             self._has_ended = True
+            self._news.notify_all()
         self.wait(timeout)
 
     def refuse_at_end(self) -> None:
@@ -137,7 +142,8 @@ class Worker:
         if self._is_forked():
             return False
         with self.lock:
-            return self._busy or bool(self._queue) or self._wants_step()
+            is_ending = self._has_ended and self._has_thread()
+            return is_ending or self._busy or bool(self._queue) or self._wants_step()
 
     def _wants_step(self) -> bool:
         return not self._has_ended and self._is_wanted()
@@ -201,13 +207,20 @@ class Worker:
         """Call one command or step when there is one; return False if none came, and the thread ends."""
         with self.lock:
             self._busy = False
-            if not self._has_work() and not self._rest():
+            if (command := self._next()) is None:
                 self._leave()
                 return False
             self._busy = True
-            command = self._queue.popleft() if self._queue else self._step
         command()
         return True
+
+    def _next(self) -> Callable[[], None] | None:
+        """Wait for what to call next, under `lock`; if nothing comes, it is `on_rest`, then None."""
+        if self._has_work() or (not self._has_rested and self._rest()):
+            self._has_rested = False
+            return self._queue.popleft() if self._queue else self._step
+        self._has_rested = not self._has_rested
+        return self._on_rest if self._has_rested else None
 
     def _report(self, text: str) -> None:
         try:
@@ -223,7 +236,7 @@ class Worker:
         end = time.monotonic() + _IDLE_SECONDS
         while not self._has_work():
             left = self._seconds_left() if self._wants_step() else end - time.monotonic()
-            if left <= 0 and not self._wants_step():
+            if self._has_ended or (left <= 0 and not self._wants_step()):
                 return False
             self._news.wait(min(max(left, 0.0), _LONGEST_REST))
         return True
