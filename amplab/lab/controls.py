@@ -63,6 +63,7 @@ class Controls:
         self._begun = self._counted_from = 0  # steps, and those of them that a start does not count
         self._changes = set[Callable[[], None]]()  # that wait in the queue
         self._replacing = set[Callable[[], None]]()  # those of them that may replace the present run
+        self._setting = set[Callable[[], None]]()  # and those whose state is set already
         self._answers = set[str]()
         self._is_withdrawn: bool | None = None  # the step that is made now, by a control; None between steps
         self._is_asked_for = False  # whether that step was asked for by itself
@@ -76,6 +77,11 @@ class Controls:
     def is_replacing(self) -> bool:
         """Whether another run is wanted in place of the present one, or none."""
         return bool(self._replacing) or self.state == "stopped"
+
+    @property
+    def is_state_set(self) -> bool:
+        """Whether a stop or a reset waits: the state that follows it is set, whatever run comes before."""
+        return self.stops > 0 or bool(self._setting)
 
     @property
     def is_announced(self) -> bool:
@@ -120,8 +126,13 @@ class Controls:
             self._due = begun + _period(speed)
             self.worker.wake()
 
-    def change(self, make: Callable[[], object], *, replaces: bool = False) -> None:
+    def change(self, make: Callable[[], object], *, replaces: bool = False, sets_state: bool = False) -> None:
         """Change the run at the next step boundary, or put another one in its place.
+
+        Args:
+            make: Changes it.
+            replaces: Whether another run may come in its place.
+            sets_state: Whether the caller sets the state that follows.
 
         Raises:
             RuntimeError: In a forked process.
@@ -129,6 +140,7 @@ class Controls:
 
         def make_once() -> None:
             self._replacing.discard(make_once)
+            self._setting.discard(make_once)
             try:
                 make()
             finally:
@@ -142,10 +154,13 @@ class Controls:
                 self._changes.add(make_once)  # first: an interrupt may come once it is posted
                 if replaces:
                     self._replacing.add(make_once)
+                if sets_state:
+                    self._setting.add(make_once)
                 self.worker.post(make_once)
             except BaseException:  # in a forked process, or Ctrl-C
                 self._changes.discard(make_once)
                 self._replacing.discard(make_once)
+                self._setting.discard(make_once)
                 raise
             self.withdraw()
 

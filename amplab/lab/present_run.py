@@ -207,9 +207,7 @@ class PresentRun:
         self.failure = failure
         if failure is not None:
             self._publisher.publish(failure)
-        with self._controls.lock:
-            if not self._controls.stops and (self._controls.state != "running" or failure):
-                self._controls.enter("failed" if failure else "paused", again=True)
+        self._enter("failed" if failure else "paused")
         return True
 
     def restore(self, saved: Checkpoint) -> None:
@@ -230,9 +228,14 @@ class PresentRun:
         self._tell_left_out(f"The {saved.name}", experiment)
         if self._exchange is not None:
             store.restart(step=experiment.steps_done)
+        self._enter("paused")
+
+    def _enter(self, state: str) -> None:
+        """Enter the state of a run that has come in place of another, unless a control wants that of a later one."""
         with self._controls.lock:
-            if not self._controls.stops:
-                self._controls.enter("paused", again=True)
+            goes_on = self._controls.state == "running" and state != "failed"
+            if not goes_on and not self._controls.is_state_set:
+                self._controls.enter(state, again=True)
 
     def pause_by(self, text: str, raised: str) -> None:
         """Pause and save the run between two steps, since something of its owner's has raised.

@@ -374,7 +374,7 @@ class Trainer:
     def _reset(self, wanted: ExperimentConfig, rebuild: Callable[[], object]) -> None:
         self._run.experiment.check_task(wanted)
         with self._lock:
-            self._controls.change(rebuild, replaces=True)
+            self._controls.change(rebuild, replaces=True, sets_state=True)
             self._wanted = wanted
             self._controls.enter("ready", again=True)
 
@@ -426,12 +426,15 @@ class Trainer:
             self._wanted = run.config
 
     def continue_saved(self, checkpoint: Checkpoint) -> None:
-        """Continue a run of another process from its checkpoint, bit for bit as if not interrupted; then pause.
+        """Continue a run of another process from its checkpoint, bit for bit as if not interrupted, once it is started.
 
-        The present run is kept. The new log begins with the steps up to the checkpoint; the old one does not change. A
-        checkpoint that cannot be read is a `Failed`, and the present run does not change.
+        The present run pauses and is kept. The new log begins with the steps up to the checkpoint; the old one does not
+        change. A checkpoint that cannot be read is a `Failed`, and the present run does not change.
         """
-        self._controls.change(partial(self._run.restore, checkpoint), replaces=True)
+        with self._lock:
+            self._controls.pause()  # now: a start that comes while it is read is one of the saved run
+            self._controls.change(partial(self._run.restore, checkpoint), replaces=True)
+            self._wanted = checkpoint.config
 
     def compare(self, configs: Sequence[ExperimentConfig] | None = None, *, steps: int = 300) -> None:
         """Train other experiments beside this one, one after the other, each `steps` steps; they are added to `kept`.

@@ -5,10 +5,12 @@ import threading
 import pytest
 import torch
 import torch.nn.functional as F
+from long_step import busy
 from own_models import registered
 from torch import nn
 
 from amplab.lab import Failed, Trainer
+from amplab.lab.checkpoints import _read
 
 pytestmark = pytest.mark.usefixtures("nothing_own")
 
@@ -147,3 +149,39 @@ def test_a_batch_of_the_run_before_that_cannot_be_read_does_not_pause_the_new_on
     assert len(trainer.run(2)) == 2
     assert trainer.paused_by is None
     assert not ear.of(Failed)
+
+
+def test_steps_that_are_asked_for_while_a_saved_run_is_read_are_those_of_the_saved_run(trainer, tmp_path):
+    saved = Trainer(trainer.config, log=tmp_path)
+    saved.run(2)
+    with busy(trainer):
+        trainer.continue_saved(_read(saved.log_path.with_suffix(".checkpoint")))
+        trainer.start(3)
+    assert trainer.wait(30)
+    assert (trainer.state, len(trainer.history)) == ("paused", 5)
+
+
+def test_a_saved_run_that_is_continued_during_a_run_is_paused(trainer, tmp_path, until):
+    saved = Trainer(trainer.config, log=tmp_path)
+    saved.run(2)
+    trainer.start()
+    until(lambda: len(trainer.history) > 3)
+    trainer.continue_saved(_read(saved.log_path.with_suffix(".checkpoint")))
+    assert trainer.wait(30)
+    assert (trainer.state, len(trainer.history)) == ("paused", 2)
+
+
+@pytest.mark.parametrize("then", [None, 2])
+@pytest.mark.parametrize("fails", [True, False])
+def test_a_run_that_undo_brings_back_before_a_reset_takes_effect_leaves_the_state_to_it(gate, fails, then):
+    trainer = in_a_step(gate, fails=fails)
+    trainer.pause()
+    trainer.reset()
+    finish(trainer, gate)
+    with busy(trainer):
+        trainer.undo()
+        trainer.reset()
+        if then:
+            trainer.start(then)
+    assert trainer.wait(30)
+    assert (trainer.state, len(trainer.history)) == (("paused", then) if then else ("ready", 0))
