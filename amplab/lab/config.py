@@ -484,6 +484,17 @@ class ExperimentConfig:
         """Return the fields that can change at a step boundary, by name."""
         return {name: getattr(self, name) for name in LIVE_FIELDS}
 
+    def with_rate(self, rate: object) -> ExperimentConfig:
+        """Return this config with a learning rate as a person enters it: the usual one is the default.
+
+        Raises:
+            ValueError: The field does not accept it.
+
+        >>> ExperimentConfig(optimizer="adam", lr=0.5).with_rate(0.005) == ExperimentConfig(optimizer="adam")
+        True
+        """
+        return self.changed(lr=None if rate == self.usual_learning_rate else rate)
+
     def changed(self, **changes: object) -> ExperimentConfig:
         """Return this config with some fields changed.
 

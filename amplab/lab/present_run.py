@@ -7,9 +7,10 @@ its turn is in `controls.py`, the runs beside this one in `kept_runs.py`, checkp
 from __future__ import annotations
 
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
+from operator import methodcaller
 from os import PathLike
 from pathlib import Path
 from typing import cast
@@ -112,10 +113,12 @@ class PresentRun:
             looked_at.append(f"left out {count(left_out, 'step')} that an injected fault made skip")
         return replace(ranked, looked_at=tuple(looked_at))
 
-    def with_changed(self, fields: Mapping[str, object], act: Callable[[ExperimentConfig], bool]) -> bool:
-        """Act with fields of the config in effect changed: an undo before it in the queue may have changed others."""
+    def with_changed(
+        self, change: Callable[[ExperimentConfig], ExperimentConfig], act: Callable[[ExperimentConfig], bool]
+    ) -> bool:
+        """Act with the config in effect changed: an undo before it in the queue may have changed other fields."""
         try:
-            config = self.config.changed(**fields)
+            config = change(self.config)
         except ValueError as error:
             self._publisher.publish(Failed(f"The change is not possible any more: {error}", attempted=True))
             return False
@@ -132,11 +135,14 @@ class PresentRun:
             text = f"{_in_words(previous, config)}: not possible; the run is not changed.\n{traceback.format_exc()}"
             self._publisher.publish(Failed(text, attempted=True))
             return False
-        if not is_undo:
+        text = _in_words(previous, config)
+        if text and not is_undo:  # a default that is named is the same setting
             values = {name: getattr(previous, name) for name in FIELDS}
             fields = {name: value for name, value in values.items() if value != getattr(config, name)}
-            take_back = partial(self.with_changed, fields, partial(self.switch, is_undo=True))
-            self.changes.record(_in_words(previous, config), take_back, self._while_present())
+            take_back = partial(
+                self.with_changed, methodcaller("changed", **fields), partial(self.switch, is_undo=True)
+            )
+            self.changes.record(text, take_back, self._while_present())
         self.explainer.examine_next()
         self.store.change(config, previous, step=step)
         self._publisher.publish(ConfigChanged(config, previous, step))

@@ -19,6 +19,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
 from numbers import Integral
+from operator import methodcaller
 from os import PathLike
 from pathlib import Path
 
@@ -369,7 +370,8 @@ class Trainer:
             ValueError: An unknown field, or a value that the field does not accept.
         """
         with self._lock:
-            self._reset(self._wanted.changed(**fields), lambda: self._run.with_changed(fields, self._run.rebuild))
+            change = methodcaller("changed", **fields)
+            self._reset(change(self._wanted), lambda: self._run.with_changed(change, self._run.rebuild))
 
     def _reset(self, wanted: ExperimentConfig, rebuild: Callable[[], object]) -> None:
         self._run.experiment.check_task(wanted)
@@ -386,10 +388,21 @@ class Trainer:
         Raises:
             ValueError: An unknown field, a value that the field does not accept, or a field that needs new weights.
         """
+        self._change(methodcaller("changed", **fields))
+
+    def change_rate(self, rate: object) -> None:
+        """Change the learning rate, as `change`, to one that a person enters: the usual one is the default.
+
+        Raises:
+            ValueError: The field does not accept it.
+        """
+        self._change(methodcaller("with_rate", rate))
+
+    def _change(self, change: Callable[[ExperimentConfig], ExperimentConfig]) -> None:
         with self._lock:
-            config = self._wanted.changed(**fields)
+            config = change(self._wanted)
             self._run.experiment.check_switch(self._wanted, config)
-            self._controls.change(lambda: self._run.with_changed(fields, self._run.switch))
+            self._controls.change(lambda: self._run.with_changed(change, self._run.switch))
             self._wanted = config
 
     def apply(self, remedy: ConfigRemedy) -> None:

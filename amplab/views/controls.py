@@ -167,19 +167,12 @@ def field_value(name: str, value: object) -> object:
 def _change(trainer: Trainer, message: Mapping[str, Any]) -> None:
     """Change one field. A field that needs new weights resets the run, which then continues if it was running."""
     name, value = message["field"], field_value(message["field"], message["value"])
-    _set(trainer, name, _rate(trainer, value) if name == "lr" else value)
-
-
-def _rate(trainer: Trainer, typed: object) -> object:
-    """Return the learning rate for what was typed: None, the default, if it is that of the optimizer.
-
-    Raises:
-        SettingRefused: The field was emptied; it shows a number also where the config has none.
-    """
-    if typed is None:
+    if name != "lr":
+        _set(trainer, name, value)
+    elif value is None:  # the field was emptied; it shows a number also where the config has none
         raise FIELDS["lr"].refusal("none")
-    is_usual = typed == trainer.config.usual_learning_rate
-    return None if is_usual and not trainer.has_waiting_changes else typed  # one that waits may change the optimizer
+    else:
+        trainer.change_rate(value)
 
 
 def _set(trainer: Trainer, name: str, value: object) -> None:

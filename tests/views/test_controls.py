@@ -192,6 +192,25 @@ def test_a_rate_that_is_typed_while_an_undo_waits_is_kept(trainer: Trainer) -> N
     assert (trainer.config.optimizer, trainer.config.learning_rate) == ("sgd", typed)
 
 
+@pytest.mark.parametrize("before", [change("momentum", 0.5), {"type": "undo"}], ids=["change", "undo"])
+def test_the_usual_rate_that_is_typed_while_a_control_waits_is_the_default(trainer: Trainer, before: dict) -> None:
+    with busy(trainer):
+        act(trainer, before)
+        act(trainer, change("lr", trainer.config.usual_learning_rate))
+    assert trainer.wait(10)
+    assert trainer.config.lr is None
+    act(trainer, change("optimizer", "adam"))
+    assert trainer.wait(10)
+    assert trainer.config.learning_rate == trainer.config.usual_learning_rate
+
+
+def test_undo_shows_no_change_to_a_default_that_is_named(trainer: Trainer) -> None:
+    trainer.change(lr=trainer.config.usual_learning_rate)
+    assert trainer.wait(10)
+    assert trainer.config.lr is not None
+    assert trainer.last_change is None
+
+
 def test_the_default_is_that_of_the_optimizer_that_is_wanted(trainer: Trainer) -> None:
     with busy(trainer):
         act(trainer, change("optimizer", "adam"))
