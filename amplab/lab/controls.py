@@ -33,7 +33,8 @@ class Controls:
         announced: The state that the thread has come to.
         stops: Calls of `stop` whose effect is to come.
         steps_made: Also of runs that another has replaced.
-        steps_left: Until the run pauses; None for no limit.
+        steps_asked: By the last start; None for no limit.
+        steps_left: Of these, until the run pauses.
         speed: Steps per second at most, None for full speed.
     """
 
@@ -57,6 +58,7 @@ class Controls:
         self.lock = self.worker.lock
         self.state = self.announced = "ready"
         self.stops = self.steps_made = 0
+        self.steps_asked: int | None = None
         self.steps_left: int | None = None
         self.speed: float | None = None
         self._due = 0.0  # when the next step may begin, by time.monotonic()
@@ -107,7 +109,8 @@ class Controls:
 
     def start(self, steps: int | None) -> None:
         """Want steps to be made: so many after the one that is made now, or None for no limit."""
-        self.steps_left, self._counted_from = steps, self._begun
+        self.steps_asked = self.steps_left = steps
+        self._counted_from = self._begun
         if self.state != "running":
             self._due = 0.0
         self.enter("running")

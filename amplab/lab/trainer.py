@@ -373,6 +373,18 @@ class Trainer:
             change = methodcaller("changed", **fields)
             self._reset(change(self._wanted), lambda: self._run.with_changed(change, self._run.rebuild))
 
+    def restart_with(self, **fields: object) -> None:
+        """Start again, as `reset_with`; if the run goes on, so does the new one, for all the steps it was asked for.
+
+        Raises:
+            ValueError: An unknown field, or a value that the field does not accept.
+        """
+        with self._lock:
+            goes_on, steps = self.state == "running", self._controls.steps_asked
+            self.reset_with(**fields)
+            if goes_on:
+                self.start(steps)
+
     def _reset(self, wanted: ExperimentConfig, rebuild: Callable[[], object]) -> None:
         self._run.experiment.check_task(wanted)
         with self._lock:
@@ -415,8 +427,9 @@ class Trainer:
             self.change(**remedy.changes)
             return
         with self._lock:
-            self.reset_with(**remedy.changes)
-            self.start()
+            self.restart_with(**remedy.changes)
+            if self.state != "running":
+                self.start()
 
     def undo(self) -> None:
         """Take back the latest change of the config, fault, reset or change of `kept`; no effect if there is none.

@@ -178,11 +178,8 @@ def _change(trainer: Trainer, message: Mapping[str, Any]) -> None:
 def _set(trainer: Trainer, name: str, value: object) -> None:
     if name in LIVE_FIELDS:
         trainer.change(**{name: value})
-        return
-    running = trainer.state == "running"
-    trainer.reset_with(**{name: value})
-    if running:
-        trainer.start()
+    else:
+        trainer.restart_with(**{name: value})
 
 
 def _steps(value: object) -> int:

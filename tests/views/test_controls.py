@@ -226,6 +226,16 @@ def test_run_n_steps_pauses_after_them(trainer: Trainer) -> None:
     assert (trainer.state, len(trainer.history)) == ("paused", 7)
 
 
+def test_a_run_of_n_steps_that_starts_over_makes_all_of_them(trainer: Trainer, until) -> None:
+    act(trainer, {"type": "speed", "value": 20})
+    act(trainer, {"type": "run", "steps": 7})
+    until(lambda: len(trainer.history) > 2)
+    for field, value in (("hidden", 24), ("seed", 1)):
+        assert act(trainer, change(field, value)) is None
+    assert trainer.wait(20)
+    assert (trainer.state, len(trainer.history), trainer.config.seed) == ("paused", 7, 1)
+
+
 @pytest.mark.parametrize("steps", [None, 0, -3, 2.5])
 def test_run_n_steps_refuses_what_is_not_a_number_of_steps(trainer: Trainer, steps: float | None) -> None:
     assert "steps: expected a whole number > 0" in act(trainer, {"type": "run", "steps": steps})

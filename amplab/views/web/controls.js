@@ -122,7 +122,7 @@ export const speedText = (speed) => (speed === null ? "full speed" : `${speed} s
 function paceRow(send) {
   const steps = h("input", { type: "number", "aria-label": "Number of steps to run", min: "1", step: "1", value: "100" });
   const start = () => send("run", { steps: steps.value === "" ? null : Number(steps.value) });
-  const run = h("button", { type: "button", class: "amp-button", title: "Train so many steps, then pause", onclick: start }, "Run");
+  const run = h("button", { type: "button", class: "amp-button", title: "Train so many steps, then pause; a run that starts over meanwhile makes them from its beginning", onclick: start }, "Run");
   steps.addEventListener("keydown", (event) => event.key === "Enter" && start());
   const slider = h("input", { type: "range", class: "amp-speed", "aria-label": "Speed", min: "0", max: String(SPEEDS.length - 1), step: "1" });
   const text = h("b");
