@@ -71,9 +71,9 @@ class Controls:
         self._is_asked_for = False  # whether that step was asked for by itself
 
     @property
-    def changes_left(self) -> int:
-        """The number of changes that wait, with the one that is being made."""
-        return len(self._changes)
+    def has_changes_left(self) -> bool:
+        """Whether changes wait, or one is being made."""
+        return bool(self._changes)
 
     @property
     def is_replacing(self) -> bool:

@@ -22,7 +22,6 @@ from amplab.lab.events import Failed
 from amplab.lab.experiment import Experiment
 from amplab.lab.history import History
 from amplab.lab.run_store import RunStore
-from amplab.lab.undo import UndoList
 
 __all__ = ["LONGEST_NAME", "MOST_BYTES", "MOST_RUNS", "MOST_SHOWN", "KeptRun", "KeptRuns", "last_losses"]
 
@@ -112,12 +111,16 @@ class KeptRuns:
     """The kept runs of one trainer, oldest first. Every method may be called in any thread.
 
     Args:
-        changes: Where removing, renaming, showing and hiding are recorded.
+        record: Records removing, renaming, showing and hiding, in words and with what takes it back.
         save: Writes the checkpoint of a run whose experiment is about to be dropped, and returns it; None if it cannot.
     """
 
-    def __init__(self, changes: UndoList, save: Callable[[KeptRun], Path | None] = lambda _run: None) -> None:
-        self._changes, self._save = changes, save
+    def __init__(
+        self,
+        record: Callable[[str, Callable[[], object]], None],
+        save: Callable[[KeptRun], Path | None] = lambda _run: None,
+    ) -> None:
+        self._record, self._save = record, save
         self._lock = threading.RLock()
         self._runs: list[KeptRun] = []
         self._numbers = 0
@@ -215,7 +218,7 @@ class KeptRuns:
         """
         run = self.numbered(number)
         place = self.take(run)
-        self._changes.record(f"Removed {run.name}", lambda: self.put(run, place))
+        self._record(f"Removed {run.name}", lambda: self.put(run, place))
 
     def rename(self, number: int, name: str) -> None:
         """Name a run, with undo.
@@ -228,7 +231,7 @@ class KeptRuns:
             raise ValueError(f"Name: {name!r} is {'taken' if name else 'empty'}; enter another name.")
         if name != old:
             self._set(run, "name", name)
-            self._changes.record(f"Renamed {old} to {name}", lambda: self._set(run, "name", old))
+            self._record(f"Renamed {old} to {name}", lambda: self._set(run, "name", old))
 
     def show(self, number: int, *, is_shown: bool) -> None:
         """Draw or hide the line of a run, with undo.
@@ -242,7 +245,7 @@ class KeptRuns:
         if run.is_shown != is_shown:
             self._set(run, "is_shown", is_shown)
             text = f"{'Showed' if is_shown else 'Hid'} {run.name}"
-            self._changes.record(text, lambda: self._set(run, "is_shown", not is_shown))
+            self._record(text, lambda: self._set(run, "is_shown", not is_shown))
 
     def touch(self) -> None:
         """Say that a run has changed."""

@@ -74,7 +74,7 @@ class PresentRun:
         self._log = None if log is None else given_path(log, "log").absolute()  # the working folder may change
         self._saver = RunSaver(exchange, publisher.publish)
         self.changes = UndoList()
-        self.kept = KeptRuns(self.changes, self._save_dropped)
+        self.kept = KeptRuns(self.record_in_turn, self._save_dropped)
         self.retired = RetiredLogs()
         self._runs_begun = 1
         self._put("Run 1", Experiment(config, exchange=exchange), self.new_store(config))
@@ -164,6 +164,15 @@ class PresentRun:
             self.explainer.examine_next()
         armed = self.experiment.shrinking if fault == "underflow" else on is not False
         self.store.inject(fault, step=len(self.store.history), on=armed)
+
+    def record_in_turn(self, text: str, take_back: Callable[[], object], *, kind: str = "") -> None:
+        """Record a change that another thread has made at once, after those that it made before it and that wait."""
+        record = partial(self.changes.record, text, take_back, kind=kind)
+        with self._controls.lock:
+            if self._controls.has_changes_left:
+                self._controls.change(record)
+            else:
+                record()
 
     def take_back(self) -> None:
         """Take back the latest change, and tell which."""

@@ -160,11 +160,6 @@ class Trainer:
         return self._wanted
 
     @property
-    def has_waiting_changes(self) -> bool:
-        """Whether changes, resets or undos wait for the end of a step."""
-        return self._controls.changes_left > 0
-
-    @property
     def history(self) -> History:
         """The run so far; a reset starts a new history and leaves the old one unchanged."""
         return self._run.store.history
@@ -335,11 +330,7 @@ class Trainer:
             )
         if speed != self.speed:
             text = "Speed: full speed" if speed is None else f"Speed: {speed:g} steps/s"
-            record = partial(self._run.changes.record, text, partial(self._controls.pace, self.speed), kind="speed")
-            if self.has_waiting_changes:
-                self._controls.change(record)  # after those that were made before it
-            else:
-                record()
+            self._run.record_in_turn(text, partial(self._controls.pace, self.speed), kind="speed")
             self._controls.pace(speed)
 
     def stop(self) -> None:
@@ -514,7 +505,7 @@ class Trainer:
             ValueError: There is no such fault.
         """
         check_fault(fault)
-        self._worker.post(partial(self._run.disturb, fault, on))
+        self._controls.change(partial(self._run.disturb, fault, on))
 
     def request_trace(self) -> None:
         """Request a `TraceReady` at the next step boundary, which is now if nothing runs; of each step there is one."""

@@ -172,13 +172,37 @@ def test_a_rate_that_is_typed_after_a_change_of_the_optimizer_is_kept(trainer: T
     assert (trainer.config.optimizer, trainer.config.learning_rate) == ("adam", typed)
 
 
-def test_undo_takes_back_a_speed_that_was_set_while_a_change_waits(trainer: Trainer) -> None:
+@pytest.mark.parametrize("before", [change("opt_level", "O2"), {"type": "inject", "kind": "underflow"}])
+def test_undo_takes_back_a_speed_that_was_set_while_a_change_waits(trainer: Trainer, before: dict) -> None:
     with busy(trainer):
-        act(trainer, change("opt_level", "O2"))
+        act(trainer, before)
         act(trainer, {"type": "speed", "value": 100.0})
         act(trainer, {"type": "undo"})
     assert trainer.wait(10)
-    assert (trainer.speed, trainer.config.opt_level) == (None, "O2")
+    assert trainer.speed is None
+    assert (trainer.config.opt_level, trainer.shrinking) in (("O2", False), ("O1", True))
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        lambda kept: kept.rename(1, "another"),
+        lambda kept: kept.show(1, is_shown=False),
+        lambda kept: kept.remove(1),
+    ],
+    ids=["rename", "hide", "remove"],
+)
+def test_undo_takes_back_what_was_done_to_a_kept_run_while_a_change_waits(trainer: Trainer, changed) -> None:
+    trainer.run(1)
+    trainer.reset()
+    assert trainer.wait(10)
+    with busy(trainer):
+        act(trainer, change("lr", 0.5))
+        changed(trainer.kept)
+        act(trainer, {"type": "undo"})
+    assert trainer.wait(10)
+    (run,) = trainer.kept.runs
+    assert (run.name, run.is_shown, trainer.config.lr) == ("Run 1", True, 0.5)
 
 
 def test_a_rate_that_is_typed_while_an_undo_waits_is_kept(trainer: Trainer) -> None:
