@@ -13,12 +13,16 @@ export function visible(text) {
   });
 }
 
+const handled = new Set(); // the names of all listeners so far, such as onclick
+
 /** Make an element. Attributes that start with "on" are listeners; null, undefined and false attributes are left out. */
 export function h(tag, attributes = {}, ...children) {
   const node = document.createElement(tag);
   for (const [name, value] of Object.entries(attributes)) {
-    if (name.startsWith("on")) node.addEventListener(name.slice(2), value);
-    else if (value === true) node.setAttribute(name, "");
+    if (name.startsWith("on")) {
+      handled.add(name);
+      node[name] = (event) => { value(event); }; // a property, which `renew` can copy; a false would cancel the event
+    } else if (value === true) node.setAttribute(name, "");
     else if (value !== false && value !== null && value !== undefined) {
       node.setAttribute(name, READ_ALOUD.has(name) ? visible(String(value)) : value);
     }
@@ -26,6 +30,33 @@ export function h(tag, attributes = {}, ...children) {
   const shown = children.flat().filter((child) => child !== null && child !== undefined && child !== false);
   node.append(...shown.map((child) => (typeof child === "string" ? visible(child) : child)));
   return node;
+}
+
+/** Make an element like a fresh one of the same kind: what has not changed stays, and so does what a person has opened or types. */
+export function renew(node, fresh) {
+  for (const name of node.getAttributeNames()) if (name !== "open" && !fresh.hasAttribute(name)) node.removeAttribute(name);
+  for (const name of fresh.getAttributeNames()) {
+    const value = fresh.getAttribute(name);
+    if (node.getAttribute(name) !== value) node.setAttribute(name, value);
+  }
+  for (const name of handled) node[name] = fresh[name];
+  if (node.nodeName === "INPUT") {
+    node.checked = fresh.checked;
+    if (node !== document.activeElement && node.value !== fresh.value) node.value = fresh.value;
+  }
+  renewChildren(node, [...fresh.childNodes]);
+}
+
+function renewChildren(node, fresh) {
+  const present = [...node.childNodes];
+  for (const [place, child] of fresh.entries()) {
+    const old = present[place];
+    if (!old) node.append(child);
+    else if (old.nodeName !== child.nodeName) old.replaceWith(child);
+    else if (child.nodeType === Node.ELEMENT_NODE) renew(old, child);
+    else if (old.data !== child.data) old.data = child.data;
+  }
+  for (const extra of present.slice(fresh.length)) extra.remove();
 }
 
 /** Write text only where it changed: a screen reader announces every write, and every write costs a layout. */

@@ -1,6 +1,7 @@
 // Messages above the dashboard: a traceback, a sentence, or the choice between two experiments.
 
 import { h } from "./elements.js";
+import { liveList } from "./lists.js";
 import { endWithKernel, ownKeys } from "./page.js";
 
 function render({ model, el }) {
@@ -10,12 +11,13 @@ function render({ model, el }) {
   const card = (notice) => {
     const buttons = notice.choices.map(([type, text], index) =>
       h("button", { type: "button", class: index === 0 ? "amp-button amp-primary" : "amp-button", onclick: () => send(type, notice.id) }, text));
-    return h("div", { class: `amp-notice amp-${notice.kind}`, role: notice.kind === "error" ? "alert" : "status" },
+    return h("div", { class: `amp-notice amp-${notice.kind}`, "data-key": notice.id, role: notice.kind === "error" ? "alert" : "status" },
       h("div", { class: "amp-notice-head" }, h("strong", {}, notice.title), h("span", { class: "amp-notice-text" }, notice.text), buttons),
       notice.detail ? h("pre", { tabindex: "0", "aria-label": "Traceback" }, notice.detail) : null);
   };
+  const draw = liveList(root);
   const show = () => {
-    root.replaceChildren(...model.get("notices").map(card));
+    draw(model.get("notices").map(card));
     // The last lines of a traceback hold the error.
     for (const detail of root.querySelectorAll("pre")) detail.scrollTop = detail.scrollHeight;
   };

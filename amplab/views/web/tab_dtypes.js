@@ -2,6 +2,7 @@
 
 import { ANY, cellText, isInside, keptRows, occurring, sameOp, strips } from "./dtype_rows.js";
 import { arrowTarget, choices, h, write } from "./elements.js";
+import { liveList } from "./lists.js";
 import { chip, emptyRow, table } from "./tables.js";
 
 const WHICH = [[ANY, "all ops"], ["forward", "forward"], ["backward", "backward"], ["casts", "casts"], ["changed", "changed"]];
@@ -22,7 +23,7 @@ function opRow(row, level, choose) {
   const note = row.changed ? h("span", { class: "amp-changed", title: "Differs from before the change" }, "changed") : null;
   const other = row.other ? h("div", { class: "amp-other" }, `${level}: `, signed(row.other)) : null;
   const opens = h("button", { type: "button", class: "amp-op", "data-op": row.index, title: `${row.aten}  ${row.shapes}`, onclick: choose }, h("code", {}, row.op));
-  return h("tr", { class: [row.cast ? "amp-cast" : "", row.changed ? "amp-row-changed" : ""].join(" ").trim(), "data-phase": row.phase, "data-index": row.index },
+  return h("tr", { class: [row.cast ? "amp-cast" : "", row.changed ? "amp-row-changed" : ""].join(" ").trim(), "data-phase": row.phase, "data-index": row.index, "data-key": row.index },
     h("td", { class: "amp-num" }, row.index),
     h("td", {}, opens, times, note),
     h("td", { class: "amp-module" }, row.module),
@@ -44,13 +45,13 @@ function stripLine(line, { toggle, choose }) {
     ? h("button", { type: "button", class: "amp-twist", "aria-expanded": String(!line.isClosed), "aria-label": `Modules in ${line.label}`, onclick: () => toggle(line.path) }, line.isClosed ? "▸" : "▾")
     : null;
   const strip = (rows, phase) => h("div", { class: "amp-strip", "data-phase": phase }, rows.map((row) => cell(row, () => choose(row.index))));
-  return h("div", { class: "amp-strip-line", role: "group", "aria-label": line.path || line.label, "data-module": line.path },
+  return h("div", { class: "amp-strip-line", role: "group", "aria-label": line.path || line.label, "data-module": line.path, "data-key": `module ${line.path}` },
     h("div", { class: "amp-strip-name", style: `padding-left: ${6 + 12 * Math.min(line.depth, 5)}px` }, opens, h("span", { title: line.path }, line.label)),
     strip(line.forward, "forward"), strip(line.backward, "backward"));
 }
 
 /** A picture that the arrow keys move through, cell by cell. */
-function picture(choose, toggle) {
+function picture(choose, toggle, marked) {
   const box = h("div", { class: "amp-scroll amp-picture", role: "region", "aria-label": "Picture of one training step: a strip of ops for each module", tabindex: "-1" });
   box.addEventListener("keydown", (event) => {
     const cells = [...box.querySelectorAll(".amp-cell")];
@@ -60,10 +61,10 @@ function picture(choose, toggle) {
     for (const each of cells) each.tabIndex = each === cells[target] ? 0 : -1;
     cells[target].focus();
   });
+  const draw = liveList(box, marked);
   const show = (lines, empty) => {
-    const head = h("div", { class: "amp-strip-line amp-strip-head", "aria-hidden": "true" }, h("div", {}, "Module"), h("div", {}, "forward →"), h("div", {}, "backward →"));
-    box.replaceChildren(head, ...lines.map((line) => stripLine(line, { toggle, choose })),
-      ...(lines.length ? [] : [h("p", { class: "amp-strip-empty" }, empty)]));
+    const head = h("div", { class: "amp-strip-line amp-strip-head", "data-key": "head", "aria-hidden": "true" }, h("div", {}, "Module"), h("div", {}, "forward →"), h("div", {}, "backward →"));
+    draw([head, ...lines.map((line) => stripLine(line, { toggle, choose })), ...(lines.length ? [] : [h("p", { class: "amp-strip-empty" }, empty)])]);
   };
   const mark = (index) => {
     const cells = [...box.querySelectorAll(".amp-cell")];
@@ -145,17 +146,19 @@ export function dtypesPanel({ send }) {
   const summary = h("span", { class: "amp-summary", role: "status" });
   const key = h("span", { class: "amp-legend" });
   const overrides = h("div", { class: "amp-overridden" });
-  const made = table("Ops of one training step with their dtypes", [["#", "amp-num"], ["Op"], ["Module"], ["In → out"], ["Why"]]);
+  const drawOverrides = liveList(overrides);
+  const made = table("Ops of one training step with their dtypes", [["#", "amp-num"], ["Op"], ["Module"], ["In → out"], ["Why"]], () => mark());
   const choose = (index) => { chosen = index === chosen ? null : index; mark(); };
-  const drawn = picture(choose, (path) => { closed.has(path) ? closed.delete(path) : closed.add(path); fill(); });
+  const drawn = picture(choose, (path) => { closed.has(path) ? closed.delete(path) : closed.add(path); fill(); }, () => mark());
   const aside = h("aside", { class: "amp-detail", "aria-label": "The chosen op", tabindex: "-1" });
+  const drawDetail = liveList(aside);
   const body = h("div", { class: "amp-dtypes" }, drawn.box, made.box, aside);
 
   const mark = () => {
     const row = (payload.rows ?? []).find((each) => each.index === chosen) ?? null;
     aside.hidden = row === null;
     body.classList.toggle("amp-has-detail", row !== null);
-    if (row) aside.replaceChildren(...detail(row, payload, { send, close: () => choose(chosen) }));
+    if (row) drawDetail(detail(row, payload, { send, close: () => choose(chosen) }));
     drawn.mark(chosen);
     for (const each of made.body.querySelectorAll("tr")) each.classList.toggle("amp-chosen", each.dataset.index === chosen);
   };
@@ -171,8 +174,7 @@ export function dtypesPanel({ send }) {
     drawn.box.hidden = view !== "picture";
     made.box.hidden = view !== "table";
     if (view === "picture") drawn.show(strips(payload.modules ?? [], shown, closed ?? new Set()), empty);
-    else made.body.replaceChildren(...(shown.length ? shown.map((row) => opRow(row, payload.compared, () => choose(row.index))) : [emptyRow(5, empty)]));
-    mark();
+    else made.draw(shown.length ? shown.map((row) => opRow(row, payload.compared, () => choose(row.index))) : [emptyRow(5, empty)]);
   };
   const show = (given) => {
     chosen = sameOp(payload.rows ?? [], given.rows ?? [], chosen);
@@ -187,8 +189,8 @@ export function dtypesPanel({ send }) {
     summary.classList.toggle("amp-problem", Boolean(payload.problem));
     key.replaceChildren(...legend(payload.rows ?? []));
     overrides.hidden = !(payload.overrides ?? []).length;
-    overrides.replaceChildren("In float32: ", ...(payload.overrides ?? []).map((each) =>
-      h("button", { type: "button", class: "amp-mini", title: "Take this override away", "aria-label": `${each.name}, in float32: take away`, onclick: () => send({ type: "override", kind: each.kind, name: each.name, on: false }) }, `${each.name} ×`)));
+    drawOverrides([h("span", {}, "In float32: "), ...(payload.overrides ?? []).map((each) =>
+      h("button", { type: "button", class: "amp-mini", "data-key": `${each.kind} ${each.name}`, title: "Take this override away", "aria-label": `${each.name}, in float32: take away`, onclick: () => send({ type: "override", kind: each.kind, name: each.name, on: false }) }, `${each.name} ×`))]);
     fill();
   };
   return {

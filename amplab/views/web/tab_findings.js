@@ -1,6 +1,7 @@
 // The tab of findings: one card for each, the most harmful first.
 
 import { h, icon, write } from "./elements.js";
+import { liveList } from "./lists.js";
 import { integer } from "./numbers.js";
 
 const SEVERITY_SIGNS = { error: "✕", warning: "▲", note: "●" };
@@ -12,7 +13,7 @@ export function findingsPanel({ send, select }) {
   const summary = h("span", { class: "amp-summary", role: "status" });
   const list = h("ul", { class: "amp-findings" });
   const box = h("div", { class: "amp-scroll", tabindex: "0", role: "region", "aria-label": "Findings, the most harmful first" }, list);
-  const opened = new Set(); // the cards whose details are open, by key
+  const draw = liveList(list);
   let shown = "";
 
   const copy = (card) => h("button", { type: "button", class: "amp-mini", onclick: async (event) => {
@@ -21,18 +22,15 @@ export function findingsPanel({ send, select }) {
     button.classList.add("amp-done");
     write(button.lastElementChild, "Copied");
   } }, icon("copy"), h("span", {}, "Copy code"));
-  const details = (card) => h("details", { open: opened.has(card.key), ontoggle: (event) => {
-    if (event.currentTarget.open) opened.add(card.key);
-    else opened.delete(card.key);
-  } },
-  h("summary", {}, "Why, and the code for a loop of your own"),
-  h("p", {}, `${card.cause} (${card.certainty})`),
-  h("div", { class: "amp-finding-code" }, h("pre", { tabindex: "0", "aria-label": "Code" }, card.remedy), copy(card)));
+  const details = (card) => h("details", {},
+    h("summary", {}, "Why, and the code for a loop of your own"),
+    h("p", {}, `${card.cause} (${card.certainty})`),
+    h("div", { class: "amp-finding-code" }, h("pre", { tabindex: "0", "aria-label": "Code" }, card.remedy), copy(card)));
   const buttons = (card) => [
-    card.apply ? h("button", { type: "button", class: "amp-mini amp-finding-apply", "data-key": card.key, onclick: () => send({ type: "apply", key: card.key }) }, card.apply) : null,
+    card.apply ? h("button", { type: "button", class: "amp-mini amp-finding-apply", onclick: () => send({ type: "apply", key: card.key }) }, card.apply) : null,
     card.step === null ? null : h("button", { type: "button", class: "amp-mini", onclick: () => select(card.step) }, `Show step ${integer(card.step)}`),
   ];
-  const element = (card) => h("li", { class: "amp-finding", "data-severity": card.severity, "data-name": card.name },
+  const element = (card) => h("li", { class: "amp-finding", "data-severity": card.severity, "data-name": card.name, "data-key": card.key },
     h("div", { class: "amp-finding-head" },
       h("span", { class: "amp-finding-severity" }, h("span", { "aria-hidden": "true" }, `${SEVERITY_SIGNS[card.severity]} `), card.severity),
       h("strong", {}, card.title), h("span", { class: "amp-finding-buttons" }, buttons(card))),
@@ -45,9 +43,7 @@ export function findingsPanel({ send, select }) {
     const now = JSON.stringify(cards);
     if (now === shown) return; // an open card, a selection and the focus stay
     shown = now;
-    const focused = list.contains(document.activeElement) ? document.activeElement.dataset.key : undefined;
-    list.replaceChildren(...(cards.length ? cards.map(element) : [h("li", { class: "amp-finding-none" }, "Nothing found.")]));
-    if (focused) [...list.querySelectorAll("[data-key]")].find((node) => node.dataset.key === focused)?.focus();
+    draw(cards.length ? cards.map(element) : [h("li", { class: "amp-finding-none", "data-key": "none" }, "Nothing found.")]);
   };
   return { box: h("div", { class: "amp-panel", "data-panel": "findings" }, h("div", { class: "amp-bar" }, summary), box), show };
 }

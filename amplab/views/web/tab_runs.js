@@ -25,7 +25,7 @@ export function runNote({ number, name, differs, outcome, is_training: isTrainin
   return end ? `${what} · ${end}` : what;
 }
 
-function runCell(row, send) {
+function runCell(row, send, redraw) {
   const { number } = row;
   const show = number === null ? h("span", { class: "amp-run-tick" }) : h("input", {
     type: "checkbox", class: "amp-run-tick", checked: row.is_shown, "aria-label": `Draw the line of ${row.name}`,
@@ -33,7 +33,7 @@ function runCell(row, send) {
   });
   const name = number === null ? h("b", {}, row.name) : h("input", {
     class: "amp-run-name", value: row.name, maxlength: "24", "aria-label": `Name of ${row.name}`,
-    onchange: (event) => send({ type: "rename", number, name: event.target.value }),
+    onchange: (event) => send({ type: "rename", number, name: event.target.value }), onblur: redraw,
   });
   const note = h("small", { class: row.outcome ? "amp-run-failed" : "", title: row.setting }, runNote(row));
   return h("td", { class: "amp-run-cell" }, h("div", {}, show, lineSample(row), name), note);
@@ -74,23 +74,18 @@ export function runsPanel({ send }) {
   };
   for (const each of Object.values(tables)) each.box.classList.add("amp-runs");
   const cells = (row, names) => names.map((name) => h("td", { class: "amp-num" }, row[name]));
+  const runRow = (row, ...columns) => h("tr", { "data-run": row.name, "data-key": row.number ?? "present" }, runCell(row, send, () => fill()), ...columns);
   const fillers = {
-    results: () => payload.rows.map((row) => h("tr", { "data-run": row.name }, runCell(row, send), cells(row, ["loss", "held_out", "skipped", "steps", "rate"]), runActions(row, send))),
-    memory: () => payload.rows.map((row) => h("tr", { "data-run": row.name }, runCell(row, send), cells(row, ["parameters", "masters", "gradients", "optimizer", "activations"]))),
-    twin: () => (payload.twin?.rows ?? []).map((row) => h("tr", row.is_parted ? { class: "amp-run-parted" } : {},
+    results: () => payload.rows.map((row) => runRow(row, cells(row, ["loss", "held_out", "skipped", "steps", "rate"]), runActions(row, send))),
+    memory: () => payload.rows.map((row) => runRow(row, cells(row, ["parameters", "masters", "gradients", "optimizer", "activations"]))),
+    twin: () => (payload.twin?.rows ?? []).map((row) => h("tr", { "data-key": row.layer, class: row.is_parted ? "amp-run-parted" : "" },
       h("td", {}, h("code", {}, row.layer), row.is_parted ? h("span", { class: "amp-changed" }, "parts here") : null), row.errors.map((error) => h("td", { class: "amp-num" }, error)))),
   };
   const fill = () => {
     views.show(view);
     for (const [name, made] of Object.entries(tables)) made.box.hidden = name !== view;
-    const { body } = tables[view];
-    // A name that is being typed stays: the rows are drawn again when the field is left.
-    if (body.contains(document.activeElement) && document.activeElement.matches(".amp-run-name")) return;
-    const held = document.activeElement?.getAttribute?.("aria-label");
-    const inside = body.contains(document.activeElement);
     const rows = fillers[view]();
-    body.replaceChildren(...(rows.length ? rows : [emptyRow(4, "Press Twin with O0.")]));
-    if (inside && held) body.querySelector(`[aria-label="${CSS.escape(held)}"]`)?.focus();
+    tables[view].draw(rows.length ? rows : [emptyRow(4, "Press Twin with O0.")]);
     const { progress } = payload;
     write(compare, progress ? "Stop" : "Run all levels");
     compare.title = progress ? "End the comparison; what was trained stays" : "Train each opt_level from the same seed, one after the other; the present run waits";
@@ -109,6 +104,5 @@ export function runsPanel({ send }) {
     payload = shown.rows ? shown : { rows: [] };
     fill();
   };
-  box.addEventListener("focusout", (event) => { if (event.target.matches(".amp-run-name")) setTimeout(fill); });
   return { box, show };
 }

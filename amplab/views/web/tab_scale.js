@@ -81,7 +81,7 @@ function whatIfView(send) {
   const row = (run) => {
     const name = run.ended === null ? run.name : `${run.name} (ends at ${run.ended})`;
     const button = h("button", { type: "button", class: "amp-plain", "data-run": run.name, onfocus: () => pick(run.name), onblur: () => pick(null) }, name);
-    return h("tr", { "data-run": run.name, onpointerenter: () => pick(run.name), onpointerleave: () => pick(null) },
+    return h("tr", { "data-run": run.name, "data-key": run.name, onpointerenter: () => pick(run.name), onpointerleave: () => pick(null) },
       h("td", {}, run.name === "recorded" ? name : button), [run.skipped, run.lost, run.gradients, run.last].map((text) => h("td", { class: "amp-num" }, text)));
   };
   const show = (shown) => {
@@ -90,9 +90,7 @@ function whatIfView(send) {
     write(refusal, shown.refusal ?? "");
     write(words, shown.words);
     chart.canvas.setAttribute("aria-label", `The loss scale under other rules. ${shown.words}`);
-    const focused = rules.body.contains(document.activeElement) ? document.activeElement.dataset.run : null;
-    rules.body.replaceChildren(...shown.runs.map(row));
-    if (focused) rules.body.querySelector(`button[data-run="${focused}"]`)?.focus();
+    rules.draw(shown.runs.map(row));
     chart.soon();
   };
   return { box, show, soon: chart.soon, ends: chart.ends };

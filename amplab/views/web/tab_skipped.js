@@ -17,7 +17,7 @@ export function skipWords(row) {
 
 export function skippedPanel({ send, select, walk }) {
   const made = table("Skipped steps: the first one, then the newest first",
-    [["Step"], ["Loss scale"], ["Reason"], [""]]);
+    [["Step"], ["Loss scale"], ["Reason"], [""]], () => mark());
   made.box.classList.add("amp-skips");
   const summary = h("span", { class: "amp-summary", role: "status" });
   let rows = [];
@@ -35,23 +35,22 @@ export function skippedPanel({ send, select, walk }) {
   const action = (row) => h("td", { class: "amp-skip-actions" },
     button(row.explain, "Explain", (step) => send({ type: "explain", step })),
     button(row.walk, "Step through", walk));
-  const line = (row) => h("tr", { class: row.is_first ? "amp-skip-pinned" : "", "aria-current": holdsStep(row, selected) && "true", "data-step": row.step },
+  const line = (row) => h("tr", { class: row.is_first ? "amp-skip-pinned" : "", "data-step": row.step, "data-key": row.step },
     stepCell(row),
     h("td", { class: "amp-skip-scale" }, power(row.before), h("span", { class: "amp-arrow" }, " → "), power(row.after)),
     reason(row),
     action(row));
   const mark = () => {
-    for (const [index, node] of [...made.body.children].entries()) {
-      if (rows[index] && holdsStep(rows[index], selected)) node.setAttribute("aria-current", "true");
+    for (const node of made.body.children) {
+      const row = rows.find((each) => String(each.step) === node.dataset.step);
+      if (row && holdsStep(row, selected)) node.setAttribute("aria-current", "true");
       else node.removeAttribute("aria-current");
     }
   };
   const show = (payload) => {
     rows = payload.rows ?? [];
     write(summary, payload.summary ?? "");
-    const focused = made.body.contains(document.activeElement) ? document.activeElement.closest("tr").dataset.step : null;
-    made.body.replaceChildren(...(rows.length ? rows.map(line) : [emptyRow(4, "No step has been skipped.")]));
-    if (focused !== null) made.body.querySelector(`[data-step="${focused}"] button`)?.focus();
+    made.draw(rows.length ? rows.map(line) : [emptyRow(4, "No step has been skipped.")]);
   };
   return {
     box: h("div", { class: "amp-panel", "data-panel": "skipped" }, h("div", { class: "amp-bar" }, summary), made.box),
