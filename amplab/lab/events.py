@@ -35,6 +35,7 @@ __all__ = [
     "ConfigChanged",
     "Event",
     "Failed",
+    "FaultSwitched",
     "GradientRecord",
     "GradientSample",
     "GradientsReady",
@@ -216,6 +217,13 @@ class Undone:
 
 
 @dataclass(frozen=True)
+class FaultSwitched:
+    """``fault`` (one of `FAULTS`) was armed for the next step, or switched on or off; `Trainer.armed` has all."""
+
+    fault: str
+
+
+@dataclass(frozen=True)
 class ActivationsReady:
     """The bytes that one forward of the present run keeps for its backward; None where they cannot be counted."""
 
@@ -337,6 +345,7 @@ Event = (
     | StagesReady
     | Failed
     | Undone
+    | FaultSwitched
     | RunsChanged
     | ActivationsReady
     | TwinReady

@@ -24,7 +24,7 @@ from amplab.lab.changes import config_changes
 from amplab.lab.checkpoints import Checkpoint
 from amplab.lab.config import FIELDS, ExperimentConfig
 from amplab.lab.controls import Controls
-from amplab.lab.events import ConfigChanged, Failed, Publisher, Reading, RunsChanged, Undone
+from amplab.lab.events import ConfigChanged, Failed, FaultSwitched, Publisher, Reading, RunsChanged, Undone
 from amplab.lab.experiment import Experiment, StepStopped
 from amplab.lab.findings import LOOK_BACK, observed_run, with_explained, with_injected
 from amplab.lab.kept_runs import MOST_BYTES, KeptRun, KeptRuns
@@ -164,6 +164,7 @@ class PresentRun:
             self.explainer.examine_next()
         armed = self.experiment.shrinking if fault == "underflow" else on is not False
         self.store.inject(fault, step=len(self.store.history), on=armed)
+        self._publisher.publish(FaultSwitched(fault))
 
     def record_in_turn(self, text: str, take_back: Callable[[], object], *, kind: str = "") -> None:
         """Record a change that another thread has made at once, after those that it made before it and that wait."""

@@ -12,7 +12,17 @@ from dataclasses import dataclass
 from typing import Any
 
 from amplab import kernels
-from amplab.lab import ConfigChanged, Event, ExperimentConfig, Failed, StateChanged, StepRecord, Trainer, Undone
+from amplab.lab import (
+    ConfigChanged,
+    Event,
+    ExperimentConfig,
+    Failed,
+    FaultSwitched,
+    StateChanged,
+    StepRecord,
+    Trainer,
+    Undone,
+)
 from amplab.lab.checkpoints import Checkpoint
 from amplab.lab.tasks import score_named
 from amplab.policies import cpu_half_mode
@@ -68,7 +78,7 @@ class Presenter:
         self._answers = 0
         self._undone: str | None = None  # until the next message of the page
         self._refusal: str | None = None
-        self._armed: set[str] = set()
+        self._asked: set[str] = set()  # faults that wait for the end of a step until the trainer has armed them
         self._shrinking_asked: bool | None = None
         self._scale = 0.0  # what the next step will use, as the trainer's thread last set it
         self._unsubscribe: Callable[[], None] = lambda: None
@@ -155,9 +165,6 @@ class Presenter:
         """Receive an event in the trainer's thread, at every step."""
         if isinstance(event, StepRecord):
             self._scale = event.next_loss_scale
-            if self._armed and event.injected is not None:
-                done = event.injected.split("+")
-                self._ticker.call(lambda: self._armed.difference_update(done))
             if self.parts.live.is_open:
                 self._ticker.wake()
         else:
@@ -186,8 +193,9 @@ class Presenter:
                 self._on_config(event)
             case Undone(text):
                 self._undone, self._refusal = text, None
-                self._armed &= self._trainer.armed
                 self._shrinking_asked = None
+            case FaultSwitched(fault):
+                self._asked.discard(fault)
             case Failed() if not self._gallery.expects(event.text):
                 self._put_failure(event)
             case StateChanged():
@@ -209,7 +217,7 @@ class Presenter:
     def _on_config(self, event: ConfigChanged) -> None:
         if event.reset:
             self.unanswered = None
-            self._armed, self._shrinking_asked = set(), None
+            self._asked, self._shrinking_asked = set(), None
             self._board.remove_of_run()
             self.parts.notices.notices = self._board.payload()
             self.select(None)
@@ -221,16 +229,16 @@ class Presenter:
         self._refusal = act(self._trainer, message)
         self._answers += 1
         if message["type"] == "inject" and self._refusal is None:
-            self._arm(message["kind"])
+            self._ask_for(message["kind"])
         self._show_controls()
         self._ticker.wake()
 
-    def _arm(self, fault: str) -> None:
-        """Remember a fault until the trainer has carried it out, so that the page shows it at once."""
+    def _ask_for(self, fault: str) -> None:
+        """Remember a fault until the trainer has armed it, so that the page shows it at once."""
         if fault == "underflow":
             self._shrinking_asked = not self._is_shrinking()
         else:
-            self._armed.add(fault)
+            self._asked.add(fault)
 
     def _is_shrinking(self) -> bool:
         if self._shrinking_asked == self._trainer.shrinking:
@@ -302,7 +310,7 @@ class Presenter:
             state=self._trainer.state,
             refusal=self._refusal,
             shrinking=self._is_shrinking(),
-            armed=sorted(self._armed),
+            armed=sorted((self._trainer.armed | self._asked) - {"underflow"}),
             speed=self._trainer.speed,
             last_change=self._trainer.last_change,
             undone=self._undone,

@@ -159,6 +159,28 @@ def test_an_armed_fault_shows_until_its_step_is_made(lab: Dashboard, until) -> N
     until(lambda: parts(lab).controls.shown["shrinking"] and lab.trainer.shrinking)
 
 
+def test_a_fault_is_armed_in_every_dashboard_whoever_has_armed_it(lab: Dashboard, until) -> None:
+    tell(parts(lab).live, type="hello", view="a")
+    lab.trainer.inject("nan")
+    until(lambda: parts(lab).controls.shown["armed"] == ["nan"])
+    other = Dashboard(lab.trainer)
+    try:
+        assert parts(other).controls.shown["armed"] == ["nan"], "as after the page was loaded again"
+        tell(parts(other).live, type="hello", view="b")
+        tell(parts(lab).controls, type="inject", kind="overflow")
+        until(lambda: parts(other).controls.shown["armed"] == ["nan", "overflow"])
+        lab.trainer.inject("nan", on=False)
+        lab.trainer.inject("underflow", on=True)
+        for each in (lab, other):
+            until(lambda each=each: parts(each).controls.shown["armed"] == ["overflow"])
+            until(lambda each=each: parts(each).controls.shown["shrinking"])
+        lab.trainer.step()
+        for each in (lab, other):
+            until(lambda each=each: parts(each).controls.shown["armed"] == [])
+    finally:
+        other.close()
+
+
 def test_the_dtypes_follow_the_level_and_mark_what_changed(lab: Dashboard, until) -> None:
     panels = parts(lab).panels
     until(lambda: panels.shown("dtypes").get("rows"))
