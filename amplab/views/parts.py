@@ -265,10 +265,20 @@ class TakeAway(Part):
 
 
 class Notices(Part):
-    """Tracebacks, messages and offers above everything else."""
+    """Tracebacks, messages and offers above everything else.
+
+    Attributes:
+        notices: What is shown.
+        id_in_kernel: The widget's id; the page asks whether the kernel still has it.
+    """
 
     _esm = module("notices.js")
     notices: traitlets.List[Any] = traitlets.List().tag(sync=True)
+    id_in_kernel = traitlets.Unicode().tag(sync=True)
+
+    def __init__(self, listener: Callable[[Message], None]) -> None:
+        super().__init__(listener)
+        self.id_in_kernel = self.model_id
 
 
 class Gallery(Part):

@@ -2,7 +2,7 @@
 
 import { h } from "./elements.js";
 import { liveList } from "./lists.js";
-import { endWithKernel, ownKeys } from "./page.js";
+import { endWithKernel, missKernel, ownKeys } from "./page.js";
 
 function render({ model, el }) {
   const root = h("section", { class: "amplab amp-notices", "aria-label": "Messages" });
@@ -27,7 +27,17 @@ function render({ model, el }) {
     "The kernel has restarted. Click here and press Shift+Enter: the lab opens again and offers to continue the run.");
   // Beside the root, which becomes inert: what is in it is not read out and cannot be clicked.
   const cleanups = [ownKeys(root), endWithKernel(model, root, () => el.prepend(gone))];
+  // The dashboard is complete only after this part of it.
+  const watching = requestAnimationFrame(() => {
+    const dashboard = root.closest(".amp-dashboard");
+    if (!dashboard) return;
+    cleanups.push(missKernel(model, dashboard, () => {
+      for (const part of dashboard.querySelectorAll(".amplab")) part.inert = true;
+      el.prepend(gone);
+    }));
+  });
   return () => {
+    cancelAnimationFrame(watching);
     model.off("change:notices", show);
     for (const cleanup of cleanups) cleanup();
   };

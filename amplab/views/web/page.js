@@ -36,6 +36,38 @@ export function endWithKernel(model, root, tell = () => {}) {
   return () => model.off("comm_live_update", end);
 }
 
+const PATIENCE = 3000; // ms from a press to the question whether the kernel still has the widget that was pressed
+
+/**
+ * Call `tell` when the kernel has the widget of `model` no more: another page has restarted it, and JupyterLab tells only
+ * that page. It is asked when this page comes to the front and after a press in `box`; a busy kernel answers once it is
+ * free. Returns the cleanup.
+ */
+export function missKernel(model, box, tell) {
+  let timer = null;
+  let isAsking = false;
+  const ask = async () => {
+    timer = null;
+    if (isAsking || document.hidden) return;
+    isAsking = true;
+    try {
+      const { content } = await model.widget_manager.kernel.requestCommInfo({});
+      if (content.status === "ok" && !(model.get("id_in_kernel") in content.comms)) tell();
+    } catch {
+      // There is no kernel, of which JupyterLab tells, or this is another Jupyter.
+    }
+    isAsking = false;
+  };
+  const askSoon = () => { timer ??= setTimeout(ask, PATIENCE); };
+  document.addEventListener("visibilitychange", ask);
+  for (const press of ["click", "change"]) box.addEventListener(press, askSoon, true);
+  return () => {
+    clearTimeout(timer);
+    document.removeEventListener("visibilitychange", ask);
+    for (const press of ["click", "change"]) box.removeEventListener(press, askSoon, true);
+  };
+}
+
 /**
  * Tell the kernel that a view, known by a random name, is open, and later that it has closed; returns the cleanup. A page
  * that slept or had no connection may count as closed, so it says that it is there when it wakes.
