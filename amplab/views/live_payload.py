@@ -39,19 +39,41 @@ ROWS = 800
 """Rows of a frame: the charts are about 600 px wide, and a pixel column needs its least and its greatest value."""
 
 
+_LEAST_ROWS = 16  # of `History.thinned`
+
 MARKS = 200
 """Changes in a frame."""
 
 
-def frame_rows(history: History, low: float = -math.inf, high: float = math.inf, *, limit: int = ROWS) -> np.ndarray:
+def frame_rows(
+    history: History, low: float = -math.inf, high: float = math.inf, *, limit: int = ROWS, logarithmic: bool = False
+) -> np.ndarray:
     """Return the run, or its steps from `low` to `high`, as float64 `(rows, 4)`, with every skipped step.
 
-    There are at most about `limit` rows. A range that is short enough is complete.
+    There are at most about `limit` rows. A range that is short enough is complete. `logarithmic` spreads the rows over
+    an axis that is logarithmic in the steps, else over a linear one.
     """
+    if logarithmic and len(history) > limit:
+        octaves = _octaves(max(low, 0.0), min(high, len(history) - 1.0))
+        share = max(limit // max(len(octaves), 1), _LEAST_ROWS)
+        return np.concatenate([np.empty((0, 4)), *(frame_rows(history, *each, limit=share) for each in octaves)])
     thinned = history.thinned(["loss", "loss_scale", "injected"], limit, low, high)
     injected = thinned["injected"] != None  # noqa: E711 - elementwise on an object array
     marks = SKIPPED * thinned["skipped"] + INJECTED * injected
     return np.column_stack([thinned["step"], thinned["loss"], thinned["loss_scale"], marks]).astype(np.float64)
+
+
+def _octaves(low: float, high: float) -> list[tuple[float, float]]:
+    """Return ranges of equal length on a logarithmic axis, which begins at step -1.
+
+    >>> _octaves(0, 10)
+    [(0, 0), (1, 2), (3, 6), (7, 10)]
+    """
+    octaves = []
+    while low <= high:
+        octaves.append((low, min(2 * low, high)))
+        low = 2 * low + 1
+    return octaves
 
 
 def change_marks(history: History, limit: int = MARKS) -> list[Mark]:

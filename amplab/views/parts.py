@@ -7,6 +7,7 @@ docstring of `amplab.views` lists the files that set the traits.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import anywidget
@@ -17,7 +18,7 @@ from amplab.lab import History
 from amplab.lab.run_log.json_lines import is_number
 from amplab.views.assets import WEB, module, stylesheet
 from amplab.views.hearing import Hearing
-from amplab.views.live_payload import change_marks, frame_rows
+from amplab.views.live_payload import ROWS, change_marks, frame_rows
 
 __all__ = [
     "Controls",
@@ -43,6 +44,13 @@ MOST_UNANSWERED = 600
 """Frames that a page may leave without an answer before it counts as lost, about a minute's."""
 
 _ASKED_EVERY = 100  # frames
+
+BEHIND_ROWS = 8 * ROWS
+"""Rows of an overlay in the steps that a page asks for, which are up to eight times those of the present run."""
+
+RowsOf = Callable[[History], np.ndarray]
+Lines = list[tuple[dict[str, object], np.ndarray]]
+"""Name, color and dash of each line, with its rows."""
 
 
 class Part(anywidget.AnyWidget):
@@ -100,7 +108,9 @@ class LiveView(Part):
     message of the page opens it again.
 
     A page asks for a part of the run with {"type": "range", "view", "low", "high"}, or with "last" in place of both for
-    the newest steps; "low" of None ends that.
+    the newest steps; "low" of None ends that. With "logarithmic", the rows are spread over a logarithmic axis, also
+    those of the whole run. {"type": "behind", "view", "low", "high", "logarithmic"} asks for these steps of the
+    overlays.
 
     Attributes:
         selected: The selected step, None for none.
@@ -116,6 +126,7 @@ class LiveView(Part):
         self._ranges: dict[str, Message] = {}  # by page
         self._sent: dict[str, tuple[object, ...]] = {}  # the run and the steps that a page has
         self._overlaid: object = None  # the version of the overlays that every page has
+        self._behind: dict[str, Message] = {}  # the steps of the overlays that a page has asked for
         self._on_open, self._listener = on_open, listener
         super().__init__(self._on_page)
 
@@ -145,6 +156,10 @@ class LiveView(Part):
                 self._ranges = {**self._ranges, view: message}
                 self._sent.pop(view, None)
                 self._on_open()
+            case {"type": "behind", "view": str(view), "low": low, "high": high} if is_number(low) and is_number(high):
+                self._see(view)
+                self._behind[view] = message
+                self._on_open()
             case {"type": "select", "step": int() | None}:
                 self._listener(message)
 
@@ -163,6 +178,7 @@ class LiveView(Part):
     def _forget(self, view: str) -> None:
         self._pages.pop(view, None)
         self._ranges = {each: wanted for each, wanted in self._ranges.items() if each != view}
+        self._behind.pop(view, None)
         self._sent.pop(view, None)
 
     def draw(self, history: History, summary: dict[str, object]) -> None:
@@ -178,31 +194,42 @@ class LiveView(Part):
         rows, marks = frame_rows(history), change_marks(history)
         self._send_rows(rows, kind="frame", changes=marks, summary=summary, asks=asks)
 
-    def overlay(self, version: object, lines: Callable[[], list[tuple[dict[str, object], np.ndarray]]]) -> None:
+    def overlay(self, version: object, lines: Callable[[RowsOf], Lines]) -> None:
         """Draw the lines of other runs behind the present one, unless the pages have this version of them.
 
         Args:
             version: Changes when the lines do.
-            lines: Returns name, color and dash of each line, with its rows.
+            lines: Returns name, color and dash of each line, with its rows, which a function of its history gives.
         """
-        if version == self._overlaid:
-            return
-        self._overlaid = version
-        made = lines()
-        buffers = [np.ascontiguousarray(rows).data for _, rows in made]
-        self.send({"kind": "overlays", "overlays": [line for line, _ in made]}, buffers=buffers)
+        if version != self._overlaid:
+            self._overlaid = version
+            self._send_lines(lines(frame_rows), kind="overlays")
+        while self._behind:
+            view, wanted = self._behind.popitem()  # the kernel's thread adds some
+            shown = {"low": wanted["low"], "high": wanted["high"], "logarithmic": bool(wanted.get("logarithmic"))}
+            self._send_lines(lines(partial(frame_rows, limit=BEHIND_ROWS, **shown)), kind="behind", view=view, **shown)
+
+    def _send_lines(self, lines: Lines, **content: object) -> None:
+        buffers = [np.ascontiguousarray(rows).data for _, rows in lines]
+        self.send({**content, "overlays": [line for line, _ in lines]}, buffers=buffers)
 
     def _draw_range(self, view: str, wanted: Message, history: History) -> None:
         """Send the rows of a page's range, unless it has them."""
-        if "last" not in wanted and wanted["low"] is None:
+        count, logarithmic = len(history), bool(wanted.get("logarithmic"))
+        if "last" in wanted:
+            high = max(count, wanted["last"]) - 1
+            low = high - wanted["last"] + 1
+        elif wanted["low"] is not None:
+            low, high = wanted["low"], wanted["high"]
+        elif logarithmic:
+            low, high = 0, count - 1
+        else:
             return
-        count = len(history)
-        high = max(count, wanted["last"]) - 1 if "last" in wanted else wanted["high"]
-        low = high - wanted["last"] + 1 if "last" in wanted else wanted["low"]
         shown = (id(history), low, high, min(high, count - 1))
         if self._sent.get(view) != shown:
             self._sent[view] = shown
-            self._send_rows(frame_rows(history, low, high), kind="range", view=view, low=low, high=high)
+            rows = frame_rows(history, low, high, logarithmic=logarithmic)
+            self._send_rows(rows, kind="range", view=view, low=low, high=high, logarithmic=logarithmic)
 
     def _send_rows(self, rows: np.ndarray, **content: object) -> None:
         """Send float64 `(rows, 4)`, see `live_payload`."""

@@ -334,7 +334,7 @@ class Presenter:
         self.parts.live.draw(history, figures)
         if trainer.comparison is None or self._overlaying.is_due(trainer.kept.version):
             task = trainer.config.task
-            self.parts.live.overlay((trainer.kept.version, task), lambda: overlays(trainer.kept.runs, task))
+            self.parts.live.overlay((trainer.kept.version, task), lambda rows: overlays(trainer.kept.runs, task, rows))
 
     def _put_failure(self, failed: Failed) -> None:
         if failed.mended:

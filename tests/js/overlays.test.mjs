@@ -3,7 +3,7 @@
 import assert from "node:assert/strict";
 import test from "node:test";
 
-import { labelHeights, lossesToShow, movingScales, overlaidSteps } from "../../amplab/views/web/overlays.js";
+import { labelHeights, lossesToShow, movingScales, overlaidSteps, stepsBehind } from "../../amplab/views/web/overlays.js";
 import { runNote } from "../../amplab/views/web/tab_runs.js";
 
 const line = (...losses) => ({ rows: losses.map((loss, step) => [step, loss, 2 ** 16, 0]) });
@@ -40,4 +40,22 @@ test("a row says how its run differs and why it failed", () => {
   assert.equal(runNote({ number: 1, name: "O3", differs: "O3", outcome: "" }), "only the level differs");
   assert.equal(runNote({ number: 1, differs: "O3", outcome: "did not learn" }), "O3 · ✕ did not learn");
   assert.equal(runNote({ number: 1, differs: "O3", outcome: "", is_training: true }), "O3 · training …");
+});
+
+test("a page asks for more steps of the runs behind than it shows, and for none if it has all", () => {
+  const whole = line(...Array(100).fill(1));
+  const thinned = { rows: whole.rows.map(([step, ...rest]) => [7 * step, ...rest]) };
+  assert.equal(stepsBehind([whole], 0, 99), null);
+  assert.equal(stepsBehind([], 0, 99), null);
+  assert.deepEqual(stepsBehind([whole, thinned], 0, 600), { low: 0, high: 2048 });
+  for (const [low, high] of [[0, 3], [300, 400], [511, 513], [1000, 5000]]) {
+    const asked = stepsBehind([thinned], low, high);
+    assert.ok(asked.low <= low && asked.high >= high && asked.high - asked.low <= 4 * (high - low));
+  }
+});
+
+test("the scale of a run that moves is drawn also where only steps without a move are visible", () => {
+  const [still, moving] = [[[0, 1, 1, 0], [1, 1, 1, 0]], [[0, 1, 2, 0], [1, 1, 4, 0]]];
+  const visible = [[1, 1, 4, 0]];
+  assert.deepEqual(movingScales([{ whole: moving, rows: visible }, { whole: still, rows: still }], [[0, 1, 8, 0]]).map(({ rows }) => rows), [visible]);
 });

@@ -26,14 +26,17 @@ def tell(part, **message: object) -> None:
     part._handle_custom_msg(message, [])
 
 
-def frames(wire: list[dict]) -> list[dict]:
+def contents(wire: list[dict], kind: str) -> list[dict]:
     custom = [sent for sent in wire if sent["data"].get("method") == "custom"]
-    return [sent for sent in custom if sent["data"]["content"].get("kind") == "frame"]
+    return [sent for sent in custom if sent["data"]["content"].get("kind") == kind]
+
+
+def frames(wire: list[dict]) -> list[dict]:
+    return contents(wire, "frame")
 
 
 def ranges(wire: list[dict]) -> list[dict]:
-    custom = [sent for sent in wire if sent["data"].get("method") == "custom"]
-    return [sent for sent in custom if sent["data"]["content"].get("kind") == "range"]
+    return contents(wire, "range")
 
 
 def rows_of(frame: dict) -> np.ndarray:
@@ -262,6 +265,26 @@ def test_a_dashboard_without_a_page_draws_no_gradients_for_another(lab: Dashboar
     tell(parts(other).live, type="hello", view="b")
     until(lambda: parts(other).panels.shown("gradients")["summary"].startswith("Step 1,"))
     other.close()
+
+
+@pytest.mark.parametrize("logarithmic", [False, True])
+def test_a_page_gets_the_steps_of_the_runs_behind_that_it_shows(
+    lab: Dashboard, wire: list[dict], record, until, logarithmic: bool
+) -> None:
+    for steps in (20_000, 300):
+        lab.trainer.reset()
+        lab.trainer.wait(10)
+        for step in range(steps):
+            lab.trainer.history.append(record(step, loss=1.0 / (step + 1)))
+    tell(parts(lab).live, type="hello", view="a")
+    tell(parts(lab).live, type="behind", view="a", low=0, high=1024, logarithmic=logarithmic)
+    until(lambda: contents(wire, "behind"))
+    (sent,) = contents(wire, "behind")
+    told = sent["data"]["content"]
+    assert (told["view"], told["low"], told["high"], told["logarithmic"]) == ("a", 0, 1024, logarithmic)
+    assert told["overlays"] == contents(wire, "overlays")[-1]["data"]["content"]["overlays"]
+    np.testing.assert_array_equal(rows_of(sent)[:300], rows_of(frames(wire)[-1]), "as those of the present run")
+    np.testing.assert_array_equal(rows_of(sent)[:, 0], np.arange(1025))
 
 
 def test_a_page_that_zooms_gets_every_step_of_its_range_once(lab: Dashboard, wire: list[dict], record, until) -> None:

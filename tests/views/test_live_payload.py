@@ -37,6 +37,20 @@ def test_a_long_run_is_thinned_and_keeps_what_must_be_seen(record) -> None:
     assert rows[rows[:, 0] == 16_001, 3] == SKIPPED
 
 
+def test_on_a_logarithmic_axis_the_first_steps_of_a_long_run_have_as_many_rows_as_the_last(record) -> None:
+    history, steps = History(), 20_000
+    for step in range(steps):
+        history.append(record(step, loss=1.0 / (step + 1)))
+    rows = frame_rows(history, logarithmic=True)
+    shown = rows[:, 0]
+    assert len(rows) <= 1.2 * ROWS
+    assert list(shown[:60]) == list(range(60))
+    assert (np.diff(shown) > 0).all()
+    assert shown[-1] == steps - 1
+    np.testing.assert_array_equal(frame_rows(history, 100, 199, logarithmic=True)[:, 0], np.arange(100, 200))
+    assert len(frame_rows(history, steps, 2 * steps, logarithmic=True)) == 0
+
+
 def test_the_figures_are_those_of_the_run(eventful: History) -> None:
     shown = summary(eventful, loss_scale=32768.0, rate=None, memory=MEMORY, modes="so", score=ACCURACY)
     assert shown == {

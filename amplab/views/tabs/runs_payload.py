@@ -7,7 +7,7 @@ has a dash pattern and a label of its own, so that color is never the only diffe
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -23,9 +23,6 @@ from amplab.lab.tasks import score_named, task_choice
 from amplab.views.live_payload import frame_rows
 
 __all__ = ["Style", "outcome", "overlays", "runs_payload", "styles", "twin_payload"]
-
-OVERLAY_ROWS = 240
-"""Rows of one overlay: a line behind the present one."""
 
 
 @dataclass(frozen=True)
@@ -55,14 +52,16 @@ def styles(runs: Sequence[KeptRun]) -> dict[int, Style]:
     }
 
 
-def overlays(runs: Sequence[KeptRun], task: str) -> list[tuple[dict[str, object], np.ndarray]]:
-    """Return name, color and dash of each shown run of a task, with its rows as `frame_rows`.
+def overlays(
+    runs: Sequence[KeptRun], task: str, rows: Callable[[History], np.ndarray] = frame_rows
+) -> list[tuple[dict[str, object], np.ndarray]]:
+    """Return name, color and dash of each shown run of a task, with its rows.
 
     The loss of another task has other units: on one axis it would make the present line flat.
     """
     drawn = styles(runs)
     return [
-        ({"name": run.name, **_drawn(drawn[run.number])}, frame_rows(run.history, limit=OVERLAY_ROWS))
+        ({"name": run.name, **_drawn(drawn[run.number])}, rows(run.history))
         for run in runs
         if run.is_shown and run.config.task == task and len(run.history)
     ]

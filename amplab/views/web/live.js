@@ -9,7 +9,7 @@ import { LossChart, nearest, rowsWithin, ScaleChart, unpack } from "./charts.js"
 import { h, write } from "./elements.js";
 import { visibleChanges } from "./marks.js";
 import { bytes, decimal, integer, power } from "./numbers.js";
-import { overlaidSteps, unpackOverlays } from "./overlays.js";
+import { overlaidSteps, stepsBehind, unpackOverlays } from "./overlays.js";
 import { attend, endWithKernel, onTheme, ownKeys } from "./page.js";
 import { drawnAsSvg, svgPage, TAKE_CHARTS } from "./svg_pen.js";
 import { beyond, showing, stepsToShow, windowOf, zoomed } from "./ranges.js";
@@ -76,7 +76,10 @@ function rangeButtons(view, { setRange, zoomOut, changed }) {
     out: button("−", "Zoom out", () => zoomOut(middle())),
     in: button("+", "Zoom in", () => setRange(zoomed(view.range, 0.5, middle(), view.count))),
     loss: button("log", "Draw the loss on a logarithmic axis", () => { view.logarithmic = !view.logarithmic; }, "false"),
-    steps: button("log steps", "Draw the steps on a logarithmic axis", () => { view.logarithmicSteps = !view.logarithmicSteps; }, "false"),
+    steps: button("log steps", "Draw the steps on a logarithmic axis", () => {
+      view.logarithmicSteps = !view.logarithmicSteps;
+      setRange(view.range); // with rows for this axis
+    }, "false"),
   };
   const show = () => {
     const pressed = {
@@ -114,23 +117,35 @@ function tip() {
 function prepare(view) {
   const count = view.range === null ? stepsToShow(view.count, overlaidSteps(view.overlays)) : view.count;
   Object.assign(view, windowOf(view.range, count));
-  view.behind = view.overlays.map((overlay) => ({ ...overlay, rows: overlay.rows.filter(([step]) => step <= view.high) }));
-  const isNear = ({ low, high }) => low < view.high && high > view.low && high - low <= 2 * (view.high - view.low);
-  const rows = view.range !== null && view.detail !== null && isNear(view.detail) ? view.detail.rows : view.rows;
+  const { near, logarithmicSteps } = view;
+  const hasNear = near?.logarithmic === logarithmicSteps && near.low <= view.low && near.high >= view.high && near.overlays.length === view.overlays.length;
+  view.behind = view.overlays.map((overlay, index) => ({
+    ...overlay, whole: overlay.rows, rows: rowsWithin((hasNear ? near.overlays[index] : overlay).rows, view.low, view.high),
+  }));
+  const isNear = ({ low, high, logarithmic }) => logarithmic === logarithmicSteps && low < view.high && high > view.low && high - low <= 2 * (view.high - view.low);
+  const rows = (view.range !== null || logarithmicSteps) && view.detail !== null && isNear(view.detail) ? view.detail.rows : view.rows;
   view.shown = rowsWithin(rows, view.low, view.high);
 }
 
 function render({ model, el }) {
   const key = Math.random().toString(36).slice(2);
   const view = {
-    rows: [], detail: null, shown: [], changes: [], overlays: [], behind: [], count: 0, range: null, low: 0, high: 100, scale: 0,
+    rows: [], detail: null, shown: [], changes: [], overlays: [], near: null, behind: [], count: 0, range: null, low: 0, high: 100, scale: 0,
     logarithmic: false, logarithmicSteps: false, reading: null, selected: model.get("selected"), drag: null, pointer: null, palette: null,
   };
   const numbers = figures();
   const setRange = (range) => {
     view.range = range;
-    model.send({ type: "range", view: key, ...(range ?? { low: null }) });
+    model.send({ type: "range", view: key, logarithmic: view.logarithmicSteps, ...(range ?? { low: null }) });
     soon();
+  };
+  let asked = ""; // the steps of the overlays that were asked for last
+  const askBehind = () => {
+    const steps = view.count && stepsBehind(view.overlays, view.low, view.high);
+    const wanted = steps ? JSON.stringify({ ...steps, logarithmic: view.logarithmicSteps }) : asked;
+    if (wanted === asked) return;
+    asked = wanted;
+    model.send({ type: "behind", view: key, ...JSON.parse(wanted) });
   };
   // From a part to the whole present run, and from there to the longest of the runs behind it.
   const zoomOut = (around) => setRange(view.range === null
@@ -157,6 +172,7 @@ function render({ model, el }) {
   };
   const { soon, cancel } = drawSoon(loss.canvas, () => {
     prepare(view);
+    askBehind();
     view.palette = palette(root); // the style sheet arrives after the first render
     for (const chart of charts) chart.draw({ ...view, rows: view.shown, overlays: view.behind });
     buttons.show();
@@ -178,9 +194,13 @@ function render({ model, el }) {
   const receive = (message, buffers) => {
     if (message.kind === "range") {
       if (message.view !== key) return;
-      view.detail = { low: message.low, high: message.high, rows: unpack(buffers[0]) };
+      view.detail = { low: message.low, high: message.high, logarithmic: message.logarithmic, rows: unpack(buffers[0]) };
+    } else if (message.kind === "behind") {
+      if (message.view !== key) return;
+      view.near = { ...message, overlays: unpackOverlays(message, buffers, unpack) };
     } else if (message.kind === "overlays") {
       view.overlays = unpackOverlays(message, buffers, unpack);
+      asked = ""; // those that are near have changed, too
     } else {
       if (message.asks) model.send({ type: "seen", view: key });
       view.rows = unpack(buffers[0]);

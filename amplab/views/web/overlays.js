@@ -10,6 +10,17 @@ export function unpackOverlays(message, buffers, unpack) {
   return message.overlays.map((line, index) => ({ ...line, rows: unpack(buffers[index]) }));
 }
 
+/**
+ * The steps of the overlays to ask for, if a page that shows `low` to `high` lacks some: more than it shows, so that a run
+ * that goes on seldom asks again. Null if the rows that it has are complete.
+ */
+export function stepsBehind(overlays, low, high) {
+  if (overlays.every(({ rows }) => rows.length > rows.at(-1)[0])) return null;
+  const span = 2 ** Math.ceil(Math.log2(Math.max(high - low, 1)));
+  const start = Math.floor(low / span) * span;
+  return { low: start, high: start + 2 * span };
+}
+
 /** How many steps the longest overlay has. */
 export const overlaidSteps = (overlays) => overlays.reduce((most, { rows }) => Math.max(most, (rows.at(-1)?.[0] ?? -1) + 1), 0);
 
@@ -24,7 +35,8 @@ export function lossesToShow(finite, overlays) {
 /** The overlays to draw on the scale's chart: a scale that never changes, as that of O0, would flatten the others. */
 export function movingScales(overlays, rows) {
   const scales = new Set(rows.map((row) => row[2]));
-  return overlays.filter((overlay) => overlay.rows.some((row) => row[2] !== overlay.rows[0][2]) || scales.has(overlay.rows[0]?.[2]));
+  const moves = (every) => every.some((row) => row[2] !== every[0][2]) || scales.has(every[0]?.[2]);
+  return overlays.filter(({ whole, rows: visible }) => moves(whole ?? visible));
 }
 
 /** The heights of labels, moved apart so that none covers another, within [top, bottom]; in the given order. */
