@@ -176,7 +176,7 @@ def _parts_in(path: str, names: Mapping[str, Any], is_part: Callable[[Any], bool
     """Return the objects of a kind in attributes, and in lists, tuples and dicts there, as ConcatDataset has one."""
     found = []
     for name in names:
-        value = names.get(name)  # a thread may have deleted it
+        value: Any = names.get(name)  # a thread may have deleted it
         if type(value) in SCALARS:
             continue
         if type(value) in (list, tuple, dict) and len(value) <= _MOST_PARTS:
