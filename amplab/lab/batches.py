@@ -25,7 +25,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from amplab.amp.run_state.rng_state import capture_rng, restore_rng
 from amplab.lab.data_generators import DataGenerators
-from amplab.lab.own_state import State, add_state, changes, lost_changes, own_state
+from amplab.lab.own_state import State, add_state, changes, lost_changes, own_state, set_back
 from amplab.policies.nested_tensors import map_tensors, tensors_in
 from amplab.policies.signals import is_interrupt
 from amplab.trace.random_states import random_states_kept, seed_all
@@ -39,6 +39,7 @@ KEPT_BYTES = 2**28
 """Bytes of the kept batches together, beyond the two latest ones."""
 
 _ROOT = "data"
+_KEPT_STATES = 1_000  # of epochs; a look may read many short ones ahead
 _PATIENCE = 1.0  # seconds of reading without a word
 _OVER = object()
 
@@ -212,17 +213,26 @@ class Batches:
             return _Pass(given, _iterator(data), epoch, start, start, capture_rng(), self._generators.states())
 
     def _begin_state(self, given: Any, epoch: int) -> None:
-        """Note what the data keep as an epoch begins; if it has begun in another process, as it was there."""
-        if epoch in self._of_earlier:
+        """Let the data keep what they kept as an epoch began, if it has begun before; else note what they keep now."""
+        if epoch in self._states:
+            set_back({_ROOT: given}, self._states[epoch], lambda owner: owner is given or not _is_shared(owner))
+        elif epoch in self._of_earlier:  # in another process
             add_state({_ROOT: given}, self._of_earlier[epoch])
         self._states.setdefault(epoch, own_state({_ROOT: given}))
-        while len(self._states) > 2:
+        while len(self._states) > 2 and (
+            len(self._states) > _KEPT_STATES or _bytes(self._states.values()) > KEPT_BYTES
+        ):
             del self._states[min(self._states)]
 
     def _keep(self, step: int, batch: Any) -> None:
         self._kept[step] = _copied(batch)  # data may write the next one into the same memory
         while len(self._kept) > 2 and (len(self._kept) > KEPT or _bytes(self._kept.values()) > KEPT_BYTES):
             self._kept.popitem(last=False)
+
+
+def _is_shared(owner: Any) -> bool:
+    """Whether it is a dataset with indices, which is not copied."""
+    return isinstance(owner, Dataset) and not isinstance(owner, IterableDataset)
 
 
 def _copy_of(data: Any) -> Any:

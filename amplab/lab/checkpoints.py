@@ -304,7 +304,7 @@ def begin_again(log: Path, step: int) -> Path:
 def _read(path: Path, *, whole: bool = True) -> Checkpoint:
     steps, extra = read_saved(path, whole=whole)
     saved = datetime.fromisoformat(extra["saved"])
-    config, rate = ExperimentConfig.parse(extra["config"]), extra.get("learning_rate")
+    config, rate = ExperimentConfig.of_file(extra["config"]), extra.get("learning_rate")
     return Checkpoint(path, config, steps, saved, rate, extra.get("digests", {}))
 
 

@@ -65,6 +65,10 @@ class Names(Mapping[str, Any]):
         """Let a name stand for a value."""
         self._names[name] = value
 
+    def remove(self, name: str) -> None:
+        """Let a name stand for nothing."""
+        del self._names[name]
+
     def __iter__(self) -> Iterator[str]:
         return (name for name in list(self._names) if name not in self._without and not name.startswith("__"))
 
@@ -159,8 +163,11 @@ def holders(roots: Mapping[str, Any]) -> Iterator[tuple[str, Names]]:
         elif (kept := _attributes(value)) is not None and not isinstance(value, type):
             is_loader = isinstance(value, DataLoader)
             yield path, (names := Names(value, kept, _OF_EVERY_LOADER if is_loader else frozenset()))
-            parts = {name: kept.get(name) for name in _OF_LOADER} if is_loader else names
-            waiting += _parts_in(path, parts, _is_reader)
+            # Any object can be a sampler.
+            waiting += [
+                (f"{path}.{name}", kept[name]) for name in _OF_LOADER if _attributes(kept.get(name)) is not None
+            ]
+            waiting += [] if is_loader else _parts_in(path, names, _is_reader)
             if path not in roots and _is_of_ones_own(value):  # data and losses share what they have with all runs
                 waiting += _parts_in(path, names, _is_of_ones_own)
 

@@ -5,7 +5,7 @@ objects anew; what had changed in them since they were built is in its checkpoin
 
     own_state(roots)           what they keep now, by where it is
     changes(state, before)     what is other than before; `lost_changes` names the objects of which that is not known
-    add_state(roots, changes)  set it, in another process
+    add_state(roots, changes)  set it, in another process; `set_back` sets a whole state of this process
 
 `own_objects` finds the objects, `own_values` has the form of what they keep. A value is set by a new one in its place,
 never written into.
@@ -14,7 +14,7 @@ never written into.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -26,7 +26,7 @@ from amplab.amp.run_state.file_format import RunStateError
 from amplab.lab.own_objects import Names, holders
 from amplab.lab.own_values import SCALARS, Encoder, UnkeptValue, decoded, is_unkept, same
 
-__all__ = ["State", "add_state", "changes", "in_another_session", "lost_changes", "own_state"]
+__all__ = ["State", "add_state", "changes", "in_another_session", "lost_changes", "own_state", "set_back"]
 
 State = dict[str, dict[str, Any]]
 """Values by name, by the path of the object that has them."""
@@ -95,6 +95,22 @@ def add_state(
             elif path not in missing:
                 missing.append(path)
     return missing
+
+
+def set_back(roots: Mapping[str, Any], state: State, is_concerned: Callable[[Any], bool]) -> None:
+    """Let objects keep what they kept as `own_state` returned a state of this process.
+
+    Args:
+        roots, state: As for `own_state`.
+        is_concerned: Which objects; the others stay as they are.
+    """
+    now = own_state(roots)
+    concerned = {path: names for path, names in holders(roots) if is_concerned(names.owner)}
+    back = changes(state, now)
+    add_state(roots, {path: back[path] for path in concerned if path in back})
+    for path, names in concerned.items():
+        for name in now.get(path, {}).keys() - state.get(path, {}).keys():
+            names.remove(name)
 
 
 def _value_of(encoded: Any, device: torch.device | None, weights: Sequence[Tensor], where: str) -> Any:

@@ -383,8 +383,7 @@ class Continuing(IterableDataset):
         return iter(torch.randperm(6, generator=torch.Generator().manual_seed(self.epoch)).tolist())
 
 
-@pytest.mark.parametrize("kind", ["data", "sampler", "sampler of batches", "stream", "loader of a stream", "streams"])
-def test_data_that_count_their_epochs_give_every_run_the_same_batches(kind):
+def that_count(kind):
     counting = Continuing() if "stream" in kind else Counting()
     if kind in ("data", "stream"):
         data = counting
@@ -396,6 +395,42 @@ def test_data_that_count_their_epochs_give_every_run_the_same_batches(kind):
         data = DataLoader(torch.arange(6), batch_size=1, sampler=counting)
     else:
         data = DataLoader(torch.arange(6), batch_sampler=BatchSampler(counting, 1, drop_last=False))
+    return data, counting
+
+
+COUNTING = ["data", "sampler", "sampler of batches", "stream", "loader of a stream", "streams"]
+
+
+@pytest.mark.parametrize("kind", COUNTING)
+def test_an_epoch_that_begins_again_has_the_same_batches(kind):
+    """As after a run has been put aside and has come back, or a batch could not be read."""
+    data, _ = that_count(kind)
+    whole, rested = Batches(data, 0), Batches(data, 0)
+    seen = []
+    for step in range(20):
+        if step in (4, 8, 9, 14):
+            rested.rest()
+        seen.append(int(rested.batch(step)))
+    assert seen == [int(whole.batch(step)) for step in range(20)]
+
+
+@pytest.mark.parametrize("kind", COUNTING)
+def test_what_data_keep_at_the_beginning_of_an_epoch_is_known_after_others_were_read_ahead(kind):
+    """As by Twin, which trains on the next batches."""
+    data, _ = that_count(kind)
+    whole, ahead = Batches(data, 0), Batches(data, 0)
+    seen = [int(whole.batch(step)) for step in range(20)]
+    for step in (*range(8), 40):
+        ahead.batch(step)
+    epoch = ahead.epoch_of(8)
+    again = Batches(that_count(kind)[0], 0)
+    again.know_epoch(*epoch, ahead.state_of(epoch[1])[0])
+    assert [int(again.batch(step)) for step in range(8, 20)] == seen[8:]
+
+
+@pytest.mark.parametrize("kind", COUNTING)
+def test_data_that_count_their_epochs_give_every_run_the_same_batches(kind):
+    data, counting = that_count(kind)
     first, second = Batches(data, 0), Batches(data, 0)
     seen = [int(first.batch(step)) for step in range(15)]
     assert [int(second.batch(step)) for step in range(15)] == seen

@@ -288,6 +288,10 @@ def test_what_a_hook_names_besides_a_schedule_ends_no_run(state, tmp_path):
     assert Experiment.load(trainer.log_path.with_suffix(".checkpoint"))[0].steps_done == 3
 
 
+class Renamed(Tagger):
+    """A model with the same weights, by another name."""
+
+
 def test_a_run_is_offered_under_another_name_with_the_parts_that_are_others(kernel, tmp_path, monkeypatch):
     monkeypatch.setattr(sys.modules["amplab.lab.open"], "runs_directory", lambda: tmp_path)
     offered = []
@@ -328,6 +332,12 @@ def test_a_run_is_offered_under_another_name_with_the_parts_that_are_others(kern
     assert offered[-1].others == ("data", "loss")
     assert "trained with another data=, loss=: its next" in saved_offer("run", "", 4, offered[-1].others).text
     assert "goes on with the settings that were saved" in saved_offer("run", "", 4, ("optimizer",)).text
+    offered.clear()
+    forget_own(set())
+    kernel.trainer, kernel.own_tasks = None, set()
+    here = opened(model=Renamed).config
+    assert (offered[-1].config.task, offered[-1].config.model) == (here.task, here.model) == ("own", "renamed")
+    assert load_run(offered[-1].log).config.model == "tagger-3"  # as in a process without the code
     offered.clear()
     opened(model=lambda: nn.Sequential(Tagger()))
     assert not offered

@@ -108,7 +108,7 @@ def read_config(path: Path, text: object) -> ExperimentConfig | WatchedRun:
     try:
         if WatchedRun.is_header(str(text)):
             return WatchedRun.parse(str(text))
-        return ExperimentConfig.parse(str(text))
+        return ExperimentConfig.of_file(str(text))
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from error
 

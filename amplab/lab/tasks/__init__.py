@@ -19,6 +19,7 @@ from amplab.lab.tasks.task import ACCURACY, MakeOptimizer, Score, Task, TaskChoi
 from amplab.lab.tasks.text import TEXT_CHOICE
 
 __all__ = [
+    "ABSENT_OWN",
     "ACCURACY",
     "HELD_OUT",
     "OWN_TASK",
@@ -48,6 +49,9 @@ TASKS: dict[str, TaskChoice] = {
 
 OWN_TASK = re.compile(r"own(-\d+)?")
 """The names of tasks that are code of one's own, which a later process may not have; see `amplab.lab.own_task`."""
+
+ABSENT_OWN = "own-0"
+"""Such a name that no task gets."""
 
 
 def _absent(_seed: int) -> Task:
