@@ -54,8 +54,10 @@ function listenToPointer(chart, view, { setRange, select, changed }) {
   canvas.addEventListener("pointerup", (event) => {
     if (pressed === null) return;
     pressed = null;
-    if (view.drag) setRange(draggedRange(...view.drag, view.count));
-    else {
+    if (view.drag) {
+      setRange(draggedRange(...view.drag, view.count));
+      Object.assign(view, { reading: null, pointer: null }); // another step lies under the pointer now
+    } else {
       before = event.detail > 1 ? before : view.selected;
       const row = rowAt(view.shown, chart.x, inside(event));
       if (row) select(row[0]);
