@@ -114,6 +114,9 @@ test("every loss that is not finite is marked, and named once in a run of equal 
   const marks = nonfiniteMarks(rows, identity);
   assert.equal(marks.length, 5);
   assert.deepEqual(marks.map(({ word }) => word), ["NaN", "", "inf", "", "-inf"]);
+  const named = (fits) => nonfiniteMarks([row(0, NaN), row(20, 1), row(40, NaN), row(60, 1), row(80, NaN)], identity, fits).map(({ word }) => word);
+  assert.deepEqual(named(() => true), ["NaN", "NaN", "NaN"]);
+  assert.deepEqual(named((at) => at < 30), ["NaN", "", "NaN"], "a word on the left of its mark needs the room of two");
 });
 
 const change = (step, label, field = "opt_level") => ({ step, field, label, text: `${field} ${label}` });
@@ -127,6 +130,18 @@ test("a run that starts at step 0 keeps the first segment of its loss", () => {
   new LossChart(canvas).draw({ ...LIVE, rows: [row(0, 3), row(40, 2), row(100, 1)] });
   const [line] = canvas.strokes("accent");
   assert.deepEqual(line.map(([kind]) => kind), ["moveTo", "lineTo", "lineTo"]);
+});
+
+test("a chart without a step says so, and has no axes, unless other runs lie behind it", () => {
+  for (const Chart of [LossChart, ScaleChart]) {
+    const texts = (overlays) => {
+      const canvas = recordingCanvas();
+      new Chart(canvas).draw({ ...LIVE, rows: [], overlays });
+      return canvas.texts();
+    };
+    assert.deepEqual(texts([]), ["No step yet"]);
+    assert.ok(texts([{ name: "Run 1", color: "ink", dash: [], rows: [row(0), row(1, 1, 4)] }]).includes("Run 1"));
+  }
 });
 
 test("an empty run, and one without a single finite number, can be drawn", () => {

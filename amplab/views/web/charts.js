@@ -131,8 +131,11 @@ export function rowAt(rows, x, at, reach = 6) {
 /** The rows of a frame that lie in a range of steps. */
 export const rowsWithin = (rows, low, high) => rows.filter(([step]) => step >= low && step <= high);
 
-/** The losses that are NaN or infinite, as {at, word}: a word at the start of equal ones, if they span 30 px. */
-export function nonfiniteMarks(rows, x) {
+/**
+ * The losses that are NaN or infinite, as {at, word}: a word at the start of equal ones, if they span 30 px, or where the word
+ * stands on their left, since it does not fit on their right, 60 px.
+ */
+export function nonfiniteMarks(rows, x, fits = () => true) {
   const marks = [];
   let named = -Infinity;
   let word = "";
@@ -143,7 +146,7 @@ export function nonfiniteMarks(rows, x) {
     }
     const at = Math.round(x(step)) + 0.5;
     const name = decimal(loss);
-    const isNamed = name !== word && at - named > 30;
+    const isNamed = name !== word && at - named > (fits(at) ? 30 : 60);
     if (isNamed) [named, word] = [at, name];
     marks.push({ at, word: isNamed ? name : "" });
   }
@@ -173,6 +176,14 @@ class Chart extends Surface {
   /** The step at a horizontal position in px, not rounded. */
   stepAt(x) {
     return this.axis.step((x - GUTTER.left) / (this.width - GUTTER.left - GUTTER.right));
+  }
+
+  /** Clear the canvas; return whether there is something to draw, and say so if there is nothing. */
+  begin({ rows, overlays, palette }) {
+    this.clear();
+    if (rows.length || overlays.length) return true;
+    this.text("No step yet", this.width / 2, this.height / 2, palette.soft, "center", `12px ${palette.font}`);
+    return false;
   }
 
   /** A dashed line at each change, with its text on top; changes too near to each other share a line and a count. */
@@ -266,7 +277,7 @@ class Chart extends Surface {
 
 export class LossChart extends Chart {
   draw(live) {
-    this.clear();
+    if (!this.begin(live)) return;
     const { rows, palette } = live;
     const finite = rows.filter((row) => Number.isFinite(row[1]));
     const axis = lossAxis(lossesToShow(finite.map((row) => row[1]), live.overlays), live.logarithmic);
@@ -288,18 +299,18 @@ export class LossChart extends Chart {
 
   /** Draw each NaN and infinity, which have no height, as a tick on the upper edge. */
   edge(rows, palette) {
-    for (const { at, word } of nonfiniteMarks(rows, this.x)) {
+    const fits = (at) => at < this.width - 36;
+    for (const { at, word } of nonfiniteMarks(rows, this.x, fits)) {
       this.line(at, GUTTER.top - 2, at, GUTTER.top + 6, palette.warning);
       if (!word) continue;
-      const fits = at < this.width - 36;
-      this.text(word, fits ? at + 3 : at - 3, GUTTER.top + 11, palette.warning, fits ? "left" : "right", `700 10px ${palette.font}`);
+      this.text(word, fits(at) ? at + 3 : at - 3, GUTTER.top + 11, palette.warning, fits(at) ? "left" : "right", `700 10px ${palette.font}`);
     }
   }
 }
 
 export class ScaleChart extends Chart {
   draw(live) {
-    this.clear();
+    if (!this.begin(live)) return;
     const { rows, palette } = live;
     const overlays = movingScales(live.overlays, rows);
     const every = [rows, ...overlays.map((overlay) => overlay.rows)].flat();
