@@ -3,7 +3,7 @@
 import assert from "node:assert/strict";
 import test from "node:test";
 
-import { bytes, decades, decimal, integer, percent, power, raised, tickText, ticks } from "../../amplab/views/web/numbers.js";
+import { bytes, decades, decimal, integer, percent, power, raised, raisedPowers, tickText, ticks } from "../../amplab/views/web/numbers.js";
 
 /** Check a function against rows of [argument, expected]. */
 function table(name, call, rows) {
@@ -26,7 +26,8 @@ test("decimal writes as many digits as it is given", () => {
   assert.equal(decimal(1234, 3), "1234");
 });
 table("raised", raised, [[0, "⁰"], [-12, "⁻¹²"], [3456789, "³⁴⁵⁶⁷⁸⁹"]]);
-table("power", power, [[65536, "2¹⁶"], [1, "1"], [2 ** -14, "2⁻¹⁴"], [1000, "1000"], [12345.678, "12345.7"], [0, "0"], [NaN, "NaN"], [Infinity, "inf"]]);
+table("power", power, [[65536, "2¹⁶"], [1, "1"], [2 ** -14, "2⁻¹⁴"], [1000, "1000"], [12345.678, "12346"], [0.0883883476, "0.08839"], [2 ** 0.5, "1.414"], [0, "0"], [NaN, "NaN"], [Infinity, "inf"]]);
+table("raisedPowers", raisedPowers, [["init 2^6, then 2^-12.", "init 2⁶, then 2⁻¹²."], ["2^0.5 and x2^3", "2^0.5 and x2^3"], ["none", "none"]]);
 table("percent", percent, [[0, "0 %"], [0.04, "<0.1 %"], [0.1, "0.1 %"], [12.34, "12.3 %"], [100, "100 %"]]);
 table("tickText", tickText, [
   [0, "0"], [0.01, "0.01"], [1e-4, "10⁻⁴"], [1e-9, "10⁻⁹"], [2e-3, "2e-3"], [0.3, "0.3"], [2.5, "2.5"], [1e5, "10⁵"], [2e6, "2e6"],

@@ -15,5 +15,5 @@ test("a screen reader hears the line only when another kind of status begins", (
 });
 
 test("evidence is one line", () => {
-  assert.equal(evidenceLine({ evidence: [["skips", "3"], ["loss scale", "2^16"]] }), "skips 3 · loss scale 2^16");
+  assert.equal(evidenceLine({ evidence: [["skips", "3"], ["loss scale", "2^16"]] }), "skips 3 · loss scale 2¹⁶");
 });

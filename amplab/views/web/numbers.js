@@ -28,11 +28,14 @@ const SUPERSCRIPTS = { "-": "⁻", 0: "⁰", 1: "¹", 2: "²", 3: "³", 4: "⁴"
 /** -12 -> "⁻¹²" */
 export const raised = (exponent) => [...String(exponent)].map((digit) => SUPERSCRIPTS[digit]).join("");
 
-/** 65536 -> "2¹⁶"; a value that is not a power of two stays decimal, and 1 is 1. */
+/** "2^-16" in a text of the library -> "2⁻¹⁶" */
+export const raisedPowers = (text) => text.replace(/\b2\^(-?\d+)(?![\d.]*\d)/g, (_, exponent) => `2${raised(exponent)}`);
+
+/** 65536 -> "2¹⁶"; a value that is not a power of two stays decimal, with about 4 digits, and 1 is 1. */
 export function power(value) {
   if (value > 0 && Number.isFinite(value) && value !== 1) {
     const exponent = Math.log2(value);
-    return Number.isInteger(exponent) ? `2${raised(exponent)}` : String(+value.toPrecision(6));
+    return Number.isInteger(exponent) ? `2${raised(exponent)}` : String(value >= 1000 ? Math.round(value) : +value.toPrecision(4));
   }
   return Number.isFinite(value) ? String(value) : decimal(value);
 }

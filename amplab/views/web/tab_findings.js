@@ -2,12 +2,12 @@
 
 import { h, icon, write } from "./elements.js";
 import { liveList } from "./lists.js";
-import { integer } from "./numbers.js";
+import { integer, raisedPowers } from "./numbers.js";
 
 const SEVERITY_SIGNS = { error: "✕", warning: "▲", note: "●" };
 
 /** The evidence of a card in one line. */
-export const evidenceLine = (card) => card.evidence.map(([name, value]) => `${name} ${value}`).join(" · ");
+export const evidenceLine = (card) => card.evidence.map(([name, value]) => `${name} ${raisedPowers(String(value))}`).join(" · ");
 
 export function findingsPanel({ send, select }) {
   const summary = h("span", { class: "amp-summary", role: "status" });
@@ -24,7 +24,7 @@ export function findingsPanel({ send, select }) {
   } }, icon("copy"), h("span", {}, "Copy code"));
   const details = (card) => h("details", {},
     h("summary", {}, "Why, and the code for a loop of your own"),
-    h("p", {}, `${card.cause} (${card.certainty})`),
+    h("p", {}, `${raisedPowers(card.cause)} (${card.certainty})`),
     h("div", { class: "amp-finding-code" }, h("pre", { tabindex: "0", "aria-label": "Code" }, card.remedy), copy(card)));
   const buttons = (card) => [
     card.apply ? h("button", { type: "button", class: "amp-mini amp-finding-apply", onclick: () => send({ type: "apply", key: card.key }) }, card.apply) : null,
@@ -33,12 +33,12 @@ export function findingsPanel({ send, select }) {
   const element = (card) => h("li", { class: "amp-finding", "data-severity": card.severity, "data-name": card.name, "data-key": card.key },
     h("div", { class: "amp-finding-head" },
       h("span", { class: "amp-finding-severity" }, h("span", { "aria-hidden": "true" }, `${SEVERITY_SIGNS[card.severity]} `), card.severity),
-      h("strong", {}, card.title), h("span", { class: "amp-finding-buttons" }, buttons(card))),
-    h("p", {}, card.symptom),
+      h("strong", {}, raisedPowers(card.title)), h("span", { class: "amp-finding-buttons" }, buttons(card))),
+    h("p", {}, raisedPowers(card.symptom)),
     h("p", { class: "amp-finding-evidence" }, card.where ? h("code", {}, card.where) : null, card.where && card.evidence.length ? " · " : null, evidenceLine(card)),
     details(card));
   const show = (payload) => {
-    write(summary, payload.summary ?? "");
+    write(summary, raisedPowers(payload.summary ?? ""));
     const cards = payload.cards ?? [];
     const now = JSON.stringify(cards);
     if (now === shown) return; // an open card, a selection and the focus stay
