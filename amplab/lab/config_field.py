@@ -228,7 +228,7 @@ class ConfigField:
         enter = self.values.entry or " or ".join(self.values.choices().values())
         spelled = _SPELLED_POWER.fullmatch(given)
         value = binary_power(int(spelled[1])) if spelled else echo(given)
-        shown = f"{self.label}: no value is not allowed" if given == "none" else f"{self.label}: {value} is not allowed"
+        shown = f"{self.label}: no value was entered" if given == "none" else f"{self.label}: {value} is not allowed"
         return SettingRefused(f"{self.name}={echo(given)}: expected {self.allowed}.", shown=f"{shown}; enter {enter}.")
 
 

@@ -190,7 +190,8 @@ def _steps(value: object) -> int:
     """
     if isinstance(value, int | float) and not isinstance(value, bool) and value >= 1 and float(value).is_integer():
         return int(value)
-    raise ValueError(f"Run {'' if value is None else value} steps: expected a whole number > 0, such as 100.")
+    said = "Run N steps: no number was entered; " if value is None else f"Run {value} steps: "
+    raise ValueError(f"{said}expected a whole number > 0, such as 100.")
 
 
 def _put_back(trainer: Trainer, message: Mapping[str, Any]) -> None:

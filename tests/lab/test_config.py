@@ -191,7 +191,7 @@ def test_what_a_change_requires():
         ({"hidden": 0}, "Hidden: 0 is not allowed; enter a whole number from 1 to 8,192."),
         ({"growth_interval": 2.5}, "window: 2.5 is not allowed; enter a whole number from 1 to 1,000,000,000."),
         ({"init_scale": "2**2000"}, "init: 2²⁰⁰⁰ is not allowed; enter an exponent of two from −126 to 127."),
-        ({"max_loss_scale": None}, "ceiling: no value is not allowed; enter an exponent of two from −126 to 127."),
+        ({"max_loss_scale": None}, "ceiling: no value was entered; enter an exponent of two from −126 to 127."),
         ({"max_loss_scale": 1024.0}, "init 2¹⁶ is above ceiling 2¹⁰; lower init or raise ceiling first."),
         ({"min_loss_scale": 2.0**20}, "floor 2²⁰ is above init 2¹⁶; lower floor or raise init first."),
         (

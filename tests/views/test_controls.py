@@ -262,7 +262,8 @@ def test_a_run_of_n_steps_that_starts_over_makes_all_of_them(trainer: Trainer, u
 
 @pytest.mark.parametrize("steps", [None, 0, -3, 2.5])
 def test_run_n_steps_refuses_what_is_not_a_number_of_steps(trainer: Trainer, steps: float | None) -> None:
-    assert "steps: expected a whole number > 0" in act(trainer, {"type": "run", "steps": steps})
+    said = "N steps: no number was entered; " if steps is None else f"{steps} steps: "
+    assert act(trainer, {"type": "run", "steps": steps}) == f"Run {said}expected a whole number > 0, such as 100."
     assert trainer.state == "ready"
 
 
@@ -287,7 +288,7 @@ def test_a_fault_goes_into_the_next_step(trainer: Trainer) -> None:
     ("message", "said"),
     [
         (change("lr", -1), "Learning rate: -1 is not allowed; enter a number above 0."),
-        (change("lr", None), "Learning rate: no value is not allowed; enter a number above 0."),
+        (change("lr", None), "Learning rate: no value was entered; enter a number above 0."),
         (change("growth_interval", 2.5), "window: 2.5 is not allowed"),
         (change("min_loss_scale", 2.0**30), "floor 2³⁰ is above ceiling 2²⁴"),
         (change("max_loss_scale", 2.0**10), "init 2¹⁶ is above ceiling 2¹⁰; lower init or raise ceiling first."),

@@ -110,6 +110,8 @@ def _whole(value: Any) -> int:
     Raises:
         ValueError: It is not a whole number from 1 to 100,000.
     """
+    if value is None:
+        raise ValueError("Steps: no number was entered; enter a whole number from 1 to 100,000.")
     if not isinstance(value, int | float) or not 1 <= value <= 100_000 or value != int(value):
         raise ValueError(f"Steps: {value} is not allowed; enter a whole number from 1 to 100,000.")
     return int(value)

@@ -59,7 +59,7 @@ export function runsPanel({ send }) {
   const views = choices("View", ["results", "memory", "twin"], pick, { results: "Results", memory: "Memory", twin: "Twin" });
   const steps = h("input", { type: "number", min: "1", max: "100000", step: "1", value: "300", class: "amp-run-steps", "aria-label": "Steps of each run" });
   const compare = h("button", {
-    type: "button", class: "amp-button amp-run-all", onclick: () => send(payload.progress ? { type: "stop" } : { type: "compare", steps: Number(steps.value) }),
+    type: "button", class: "amp-button amp-run-all", onclick: () => send(payload.progress ? { type: "stop" } : { type: "compare", steps: steps.value === "" ? null : Number(steps.value) }),
   });
   const length = h("label", { class: "amp-run-length" }, steps, "steps each");
   const twin = h("button", {
