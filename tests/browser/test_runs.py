@@ -71,3 +71,17 @@ def test_a_person_compares_runs_and_takes_back_what_she_did(dashboard: Dashboard
     dashboard.press("Twin with O0")
     expect(root.locator(".amp-run-summary")).to_have_text(re.compile("^O1 and float32 (agree|part in)"))
     expect(dashboard.rows("runs").filter(has_text="hidden1")).to_be_visible()
+
+
+def test_the_actions_are_whole_beside_long_names_and_notes(dashboard: DashboardPage) -> None:
+    for level in ("O0", "O2", "O3", "autocast-fp16", "O1"):
+        changes = f"model='cnn', opt_level='{level}', optimizer='adam', lr=0.005, growth_interval=1234"
+        dashboard.lab.execute(f"lab.trainer.reset(lab.trainer.config.changed({changes})); _ = lab.trainer.run(2)")
+    dashboard.lab.execute(
+        "lab.trainer.reset(name='A softmax that overflows at a level without a list'); _ = lab.trainer.run(2)"
+    )
+    dashboard.open_tab("runs")
+    expect(dashboard.rows("runs")).to_have_count(7)
+    table = dashboard.root.locator("[data-panel=runs] .amp-runs:not([hidden])")
+    assert table.evaluate("box => box.scrollWidth - box.clientWidth") == 0
+    assert table.evaluate("box => box.scrollHeight > box.clientHeight")
