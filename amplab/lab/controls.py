@@ -71,11 +71,6 @@ class Controls:
         self._is_asked_for = False  # whether that step was asked for by itself
 
     @property
-    def has_changes_left(self) -> bool:
-        """Whether changes wait, or one is being made."""
-        return bool(self._changes)
-
-    @property
     def is_replacing(self) -> bool:
         """Whether another run is wanted in place of the present one, or none."""
         return bool(self._replacing) or self.state == "stopped"
@@ -166,6 +161,14 @@ class Controls:
                 self._setting.discard(make_once)
                 raise
             self.withdraw()
+
+    def in_turn(self, make: Callable[[], object]) -> None:
+        """Make at once what does not wait for a step, or after the changes that wait."""
+        with self.lock:
+            if self._changes:
+                self.change(make)
+            else:
+                make()
 
     def answer(self, name: str, give: Callable[[], None]) -> None:
         """Give an answer at the next step boundary, unless one of this name waits already."""

@@ -166,14 +166,9 @@ class PresentRun:
         self.store.inject(fault, step=len(self.store.history), on=armed)
         self._publisher.publish(FaultSwitched(fault))
 
-    def record_in_turn(self, text: str, take_back: Callable[[], object], *, kind: str = "") -> None:
+    def record_in_turn(self, text: str, take_back: Callable[[], object]) -> None:
         """Record a change that another thread has made at once, after those that it made before it and that wait."""
-        record = partial(self.changes.record, text, take_back, kind=kind)
-        with self._controls.lock:
-            if self._controls.has_changes_left:
-                self._controls.change(record)
-            else:
-                record()
+        self._controls.in_turn(partial(self.changes.record, text, take_back))
 
     def take_back(self) -> None:
         """Take back the latest change, and tell which."""

@@ -140,6 +140,7 @@ class Trainer:
         self._lock = self._controls.lock  # guards the attribute below
         self._wanted = self._run.config  # once all changes that are queued are made
         self._trace: tuple[object, TraceReady] | None = None  # the last one that was requested, and of what step
+        self._paced: float | None = None  # the speed as the changes that are made have left it
         self._has_reported_kernels = False
         kernels.ensure(on_report=_no_warning)
         _LIVE.add(self)
@@ -328,10 +329,17 @@ class Trainer:
             raise ValueError(
                 f"speed={speed!r}: expected steps per second, a number >= {LOWEST_SPEED}, or None for full speed."
             )
-        if speed != self.speed:
-            text = "Speed: full speed" if speed is None else f"Speed: {speed:g} steps/s"
-            self._run.record_in_turn(text, partial(self._controls.pace, self.speed), kind="speed")
+        with self._lock:
             self._controls.pace(speed)
+            self._controls.in_turn(partial(self._pace, speed))
+
+    def _pace(self, speed: float | None, *, is_undo: bool = False) -> None:
+        """Set the speed again, after what was made before it: an undo may have set that of a speed before."""
+        previous, self._paced = self._paced, speed
+        if speed != previous and not is_undo:
+            text = "Speed: full speed" if speed is None else f"Speed: {speed:g} steps/s"
+            self._run.changes.record(text, partial(self._pace, previous, is_undo=True), kind="speed")
+        self._controls.pace(speed)
 
     def stop(self) -> None:
         """End the run and close its log. A reset starts a new run."""

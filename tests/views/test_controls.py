@@ -183,6 +183,20 @@ def test_undo_takes_back_a_speed_that_was_set_while_a_change_waits(trainer: Trai
     assert (trainer.config.opt_level, trainer.shrinking) in (("O2", False), ("O1", True))
 
 
+@pytest.mark.parametrize("again", [20, 100])
+def test_a_speed_that_is_set_while_an_undo_waits_is_kept(trainer: Trainer, again: float) -> None:
+    act(trainer, {"type": "speed", "value": 20})
+    with busy(trainer):
+        act(trainer, {"type": "undo"})
+        act(trainer, {"type": "speed", "value": again})
+        assert trainer.speed == again
+    assert trainer.wait(10)
+    assert (trainer.speed, trainer.last_change) == (again, f"Speed: {again} steps/s")
+    act(trainer, {"type": "undo"})
+    assert trainer.wait(10)
+    assert (trainer.speed, trainer.last_change) == (None, None)
+
+
 @pytest.mark.parametrize(
     "changed",
     [
