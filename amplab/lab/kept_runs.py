@@ -8,6 +8,7 @@ it can continue. One whose experiment is dropped continues from a checkpoint, wh
 from __future__ import annotations
 
 import threading
+from bisect import insort
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import count
@@ -185,14 +186,14 @@ class KeptRuns:
         self._bound_bytes()
         return run
 
-    def put(self, run: KeptRun, place: int | None = None) -> None:
-        """Add a run at its place, None for the end; drop what exceeds the limits."""
-        self._insert(run, place)
+    def put(self, run: KeptRun) -> None:
+        """Add a run at its place; drop what exceeds the limits."""
+        self._insert(run)
         self._bound_bytes()
 
-    def _insert(self, run: KeptRun, place: int | None = None) -> None:
+    def _insert(self, run: KeptRun) -> None:
         with self._lock:
-            self._runs.insert(len(self._runs) if place is None else place, run)
+            insort(self._runs, run, key=lambda each: each.number)
             others = [each for each in self._runs if each is not run and not each.is_training]  # run may be the oldest
             for old in others[: max(0, len(self._runs) - MOST_RUNS)]:
                 self._runs.remove(old)
@@ -202,13 +203,11 @@ class KeptRuns:
                 old.is_shown = False
             self.version += 1
 
-    def take(self, run: KeptRun) -> int:
-        """Remove a run from the list, for its experiment to continue; return its place."""
+    def take(self, run: KeptRun) -> None:
+        """Remove a run from the list, for its experiment to continue."""
         with self._lock:
-            place = self._runs.index(run)
             self._runs.remove(run)
             self.version += 1
-            return place
 
     def remove(self, number: int) -> None:
         """Remove a run, with undo; its log stays.
@@ -217,8 +216,8 @@ class KeptRuns:
             ValueError: There is no such run.
         """
         run = self.numbered(number)
-        place = self.take(run)
-        self._record(f"Removed {run.name}", lambda: self.put(run, place))
+        self.take(run)
+        self._record(f"Removed {run.name}", lambda: self.put(run))
 
     def rename(self, number: int, name: str) -> None:
         """Name a run, with undo.

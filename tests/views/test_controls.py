@@ -219,6 +219,20 @@ def test_undo_takes_back_what_was_done_to_a_kept_run_while_a_change_waits(traine
     assert (run.name, run.is_shown, trainer.config.lr) == ("Run 1", True, 0.5)
 
 
+def test_runs_that_are_removed_while_an_undo_waits_come_back_at_their_places(trainer: Trainer) -> None:
+    for _ in range(2):
+        trainer.run(1)
+        trainer.reset()
+    assert trainer.wait(10)
+    with busy(trainer):
+        trainer.kept.remove(1)
+        act(trainer, {"type": "undo"})
+        trainer.kept.remove(2)
+        act(trainer, {"type": "undo"})
+    assert trainer.wait(10)
+    assert [run.name for run in trainer.kept.runs] == ["Run 1", "Run 2"]
+
+
 def test_a_rate_that_is_typed_while_an_undo_waits_is_kept(trainer: Trainer) -> None:
     act(trainer, change("optimizer", "adam"))
     assert trainer.wait(10)
