@@ -6,7 +6,7 @@ trace in them; nor does a step that is taken back.
 
 from __future__ import annotations
 
-from collections import Counter, OrderedDict, defaultdict, deque
+from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from functools import partial
@@ -27,7 +27,6 @@ _MOST_ELEMENTS, _MOST_ELEMENTS_OF_STEP = 1_000_000, 20_000  # of containers; of 
 _OF_A_TENSOR = 20  # elements, by the time that it takes
 _MOST_BYTES_COMPARED = 2**20  # of a tensor that no op has written to: it may have been by `.data`
 _DEPTH = 16
-_DICTS = (dict, OrderedDict, Counter, defaultdict)
 
 
 class KeptAttributes:
@@ -96,21 +95,23 @@ class KeptAttributes:
         if kind is Tensor or kind is np.ndarray:
             self._seen.add(id(value))
             self._restorers.append(self._elements_of(value))
-        elif kind in (tuple, list, set, deque, *_DICTS):
+        elif (base := _base_of(kind)) is not None:
             self._seen.add(id(value))
-            self._keep_container(value, depth)
+            self._keep_container(value, base, depth)
 
-    def _keep_container(self, value: Any, depth: int) -> None:
-        is_kept = len(value) <= self._elements_left and depth < _DEPTH
+    def _keep_container(self, value: Any, base: Any, depth: int) -> None:
+        number = base.__len__(value)
+        is_kept = number <= self._elements_left and depth < _DEPTH
         if not is_kept:
             self._is_complete = False
-            if type(value) is list:
-                self._restorers.append(partial(_cut, value, len(value)))
+            if base is list:
+                self._restorers.append(partial(_cut, value, number))
             return
-        self._elements_left -= len(value)
-        if type(value) is not tuple:
-            self._restorers.append(partial(_restore_contents, value, value.copy()))
-        for each in [*(value.values() if isinstance(value, dict) else value)]:
+        self._elements_left -= number
+        before = _contents(base, value)
+        if base is not tuple:
+            self._restorers.append(partial(_restore_contents, base, value, before))
+        for each in [each for _, each in before] if issubclass(base, dict) else before:
             if type(each) not in _PLAIN:
                 self._keep_contents(each, depth + 1)
 
@@ -139,25 +140,39 @@ def _nothing() -> None:
     """Nothing is kept of a value."""
 
 
-def _restore_contents(value: Any, before: Any) -> None:
-    if isinstance(value, dict):
-        if len(value) != len(before) or any(
-            key is not other or value[key] is not before[key] for key, other in zip(value, before, strict=True)
+def _base_of(kind: type) -> Any:
+    """Return the kind of container that a class is, also one of one's own, whose methods may do more; else None."""
+    if issubclass(kind, OrderedDict):  # dict's methods do not keep its order
+        return OrderedDict if kind is OrderedDict else None
+    return next((base for base in (dict, list, set, deque, bytearray, tuple) if issubclass(kind, base)), None)
+
+
+def _contents(base: Any, value: Any) -> list[Any]:
+    return [*(base.items(value) if issubclass(base, dict) else base.__iter__(value))]
+
+
+def _restore_contents(base: Any, value: Any, before: list[Any]) -> None:
+    if issubclass(base, dict):
+        now = _contents(base, value)
+        if len(now) != len(before) or any(
+            key is not other or one is not each for (key, one), (other, each) in zip(now, before, strict=True)
         ):
-            value.clear()
-            for key, each in before.items():  # `update` of a Counter adds
-                value[key] = each
-    elif isinstance(value, set):
-        if value != before:
-            value.clear()
-            value.update(before)
-    elif len(value) != len(before) or any(one is not other for one, other in zip(value, before, strict=True)):
-        value.clear()
-        value.extend(before)
+            base.clear(value)
+            for key, each in before:
+                base.__setitem__(value, key, each)
+    elif base is set:
+        if base.__len__(value) != len(before) or not all(base.__contains__(value, each) for each in before):
+            base.clear(value)
+            base.update(value, before)
+    elif base.__len__(value) != len(before) or any(
+        one is not other for one, other in zip(base.__iter__(value), before, strict=True)
+    ):
+        base.clear(value)
+        base.extend(value, before)
 
 
 def _cut(value: list[Any], length: int) -> None:
-    del value[length:]
+    list.__delitem__(value, slice(length, None))
 
 
 def _is_unwritten(value: Tensor, version: int) -> bool:

@@ -113,16 +113,17 @@ def open(
     module, are not copied: make them a part of the model for each run to begin with them as they are now. A look at a
     step, such as a trace, runs it once more, and leaves attributes of modules, hooks and losses and variables of the
     functions around them as they were, with numbers, text, tensors, arrays, lists and dicts in them up to 64 MiB, and
-    with objects of your own classes; objects of other classes in attributes, and global variables, are as after one
-    more step. `open` returns when the trace that the page shows first is done. While such an experiment runs, each step
-    seeds the generators of torch, Python and NumPy, and restores them: pause it before a cell that needs random numbers
-    of its own.
+    with objects of your own classes and the modules in them; objects of other classes in attributes, and global
+    variables, are as after one more step. `open` returns when the trace that the page shows first is done. While such
+    an experiment runs, each step seeds the generators of torch, Python and NumPy, and restores them: pause it before a
+    cell that needs random numbers of its own.
 
     In a restarted kernel a run continues with its parameters and buffers, its optimizers, and schedules that step in
     their hooks. So does what the model, a loss that is a module, optimizers, the hooks of these, and data with samplers
     and datasets keep in attributes of their own, such as a counter: numbers, text, tensors, arrays of numbers, and
-    lists and dicts of them, also in objects of your own classes, such as a meter. What functions and `step` name, and
-    other objects in attributes, such as a generator of random numbers, begin anew.
+    lists and dicts of them, also in objects of your own classes, such as a meter, with the weights of modules in them,
+    such as an average of weights. What functions and `step` name, and other objects in attributes, such as a generator
+    of random numbers, begin anew.
 
     Args:
         config: An `ExperimentConfig`, or its string as a dashboard's `config()` returns it; None for the default one.

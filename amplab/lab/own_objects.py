@@ -11,7 +11,7 @@ from __future__ import annotations
 import functools
 import sys
 import sysconfig
-from collections import defaultdict
+from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterator, Mapping
 from enum import Enum
 from functools import partial
@@ -32,11 +32,14 @@ from amplab.amp.apex.optimizer_names import LENT_NAMES
 from amplab.lab.own_values import READERS, SCALARS
 from amplab.trace.as_found import rebind
 from amplab.trace.optimizer_hooks import is_amplabs
+from amplab.trace.tensor_copies import write_value
 from amplab.trace.untouched import WRAPPERS
 
 __all__ = ["Names", "holders"]
 
-_MOST_PARTS = 1_000  # of a list that may hold datasets and samplers
+_MOST_PARTS = 1_000  # of the containers of one attribute that may hold objects
+_DEPTH = 4  # of such containers
+_CONTAINERS = frozenset((list, tuple, dict, deque, OrderedDict, defaultdict))
 _HOOKS_OF_MODULE = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 _OF_LOADER = ("dataset", "sampler", "batch_sampler")
 _OF_EVERY_LOADER = frozenset(vars(DataLoader(TensorDataset())))
@@ -46,10 +49,17 @@ _INSTALLED = ("site-packages", "dist-packages")
 _OTHERS = (type, nn.Module, Tensor, Optimizer, LRScheduler, Enum, BaseException, Thread, *READERS)  # not plain objects
 
 
+class _Plain(Optimizer):
+    """An optimizer with what every optimizer keeps. The first object of a class of torch changes how its hooks run."""
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        pass
+
+
 @functools.cache
 def _of_every_optimizer() -> frozenset[str]:
     """Return the names that torch and amplab use; the first optimizer of a process loads torch's compiler."""
-    return frozenset((*vars(torch.optim.SGD([torch.zeros(1)])), *LENT_NAMES))
+    return frozenset((*vars(_Plain([torch.zeros(1)], {})), *LENT_NAMES))
 
 
 class Names(Mapping[str, Any]):
@@ -96,6 +106,55 @@ class _Buffers(Names):
 
     def takes(self, name: str, value: Any) -> bool:
         return name in self._names and isinstance(value, Tensor)
+
+
+class _TensorsOutside(_Buffers):
+    """The parameters, or the buffers, of a module that is no part of the model, such as an average of its weights."""
+
+    def __getitem__(self, name: str) -> Any:
+        value = self._names[name]
+        return value.detach() if isinstance(value, nn.Parameter) else value
+
+    def set(self, name: str, value: Any) -> None:
+        if isinstance(own := self._names[name], nn.Parameter):
+            write_value(own, value)
+        else:
+            self._names[name] = value
+
+    def takes(self, name: str, value: Any) -> bool:
+        own = self._names.get(name)
+        is_like = not isinstance(own, nn.Parameter) or own.shape == getattr(value, "shape", None)
+        return super().takes(name, value) and is_like
+
+    def restorer(self) -> Callable[[], None]:
+        return Names.restorer(self)
+
+
+class _Slots(Names):
+    """The attributes of an object that are not in its `__dict__`."""
+
+    def __init__(self, owner: Any, slots: tuple[str, ...]) -> None:
+        self._slots = slots
+        super().__init__(owner, {name: getattr(owner, name) for name in slots if hasattr(owner, name)})
+
+    def set(self, name: str, value: Any) -> None:
+        object.__setattr__(self.owner, name, value)  # of a frozen dataclass, too
+
+    def remove(self, name: str) -> None:
+        object.__delattr__(self.owner, name)
+
+    def takes(self, name: str, value: Any) -> bool:
+        return name in self._slots and _may_follow(self._names.get(name), value)
+
+    def restorer(self) -> Callable[[], None]:
+        def restore() -> None:
+            for name in self._slots:
+                if name in self._names:
+                    self.set(name, self._names[name])
+                elif hasattr(self.owner, name):
+                    self.remove(name)
+
+        return restore
 
 
 class _Cells(Names):
@@ -148,8 +207,13 @@ def holders(roots: Mapping[str, Any]) -> Iterator[tuple[str, Names]]:
         seen.add(id(value))
         if isinstance(value, nn.Module):
             for place, module in value.named_modules():
+                seen.add(id(module))
                 yield f"{path}/{place}", (names := Names(module, vars(module), _OF_EVERY_MODULE))
-                yield f"{path}/{place} buffers", _Buffers(module, module._buffers)
+                if path in roots:  # the weights are those of the model
+                    yield f"{path}/{place} buffers", _Buffers(module, module._buffers)
+                else:
+                    yield f"{path}/{place} buffers", _TensorsOutside(module, module._buffers)
+                    yield f"{path}/{place} weights", _TensorsOutside(module, module._parameters)
                 waiting += _parts_in(f"{path}/{place}", names, _is_of_ones_own) + _hooks(f"{path}/{place}", module)
         elif isinstance(value, Optimizer):
             if not type(value).__module__.startswith(("torch.", "amplab.")):  # whose state_dict has all
@@ -160,16 +224,23 @@ def holders(roots: Mapping[str, Any]) -> Iterator[tuple[str, Names]]:
             yield path, _Cells(value)
         elif isinstance(value, MethodType | partial):
             waiting.append((path, value.__self__ if isinstance(value, MethodType) else value.func))
-        elif (kept := _attributes(value)) is not None and not isinstance(value, type):
-            is_loader = isinstance(value, DataLoader)
-            yield path, (names := Names(value, kept, _OF_EVERY_LOADER if is_loader else frozenset()))
-            # Any object can be a sampler.
+        elif not isinstance(value, type):
+            follows = path not in roots and _is_of_ones_own(value)  # data and losses share what they have with all runs
+            for kept in _names_of(path, value):
+                yield kept
+                waiting += [] if isinstance(value, DataLoader) else _parts_in(path, kept[1], _is_reader)
+                waiting += _parts_in(path, kept[1], _is_followed) if follows else []
+            parts = _attributes(value) or {}
             waiting += [
-                (f"{path}.{name}", kept[name]) for name in _OF_LOADER if _attributes(kept.get(name)) is not None
+                (f"{path}.{name}", part) for name in _OF_LOADER if _attributes(part := parts.get(name)) is not None
             ]
-            waiting += [] if is_loader else _parts_in(path, names, _is_reader)
-            if path not in roots and _is_of_ones_own(value):  # data and losses share what they have with all runs
-                waiting += _parts_in(path, names, _is_of_ones_own)
+
+
+def _names_of(path: str, value: Any) -> Iterator[tuple[str, Names]]:
+    if (kept := _attributes(value)) is not None:
+        yield path, Names(value, kept, _OF_EVERY_LOADER if isinstance(value, DataLoader) else frozenset())
+    if slots := _slots_of(type(value)):
+        yield f"{path} slots", _Slots(value, slots)
 
 
 def _hooks(path: str, owner: nn.Module | Optimizer) -> list[tuple[str, Any]]:
@@ -180,19 +251,27 @@ def _hooks(path: str, owner: nn.Module | Optimizer) -> list[tuple[str, Any]]:
 
 
 def _parts_in(path: str, names: Mapping[str, Any], is_part: Callable[[Any], bool]) -> list[tuple[str, Any]]:
-    """Return the objects of a kind in attributes, and in lists, tuples and dicts there, as ConcatDataset has one."""
+    """Return the objects of a kind in attributes, and in containers there, as ConcatDataset has a list of them."""
     found = []
     for name in names:
-        value: Any = names.get(name)  # a thread may have deleted it
-        if type(value) in SCALARS:
-            continue
-        if type(value) in (list, tuple, dict) and len(value) <= _MOST_PARTS:
-            items = [*value.items()] if isinstance(value, dict) else [*enumerate(value)]
-            parts = [(key, part) for key, part in items if type(part) not in SCALARS]
-            found += [(f"{path}.{name}[{key!r}]", part) for key, part in parts if is_part(part)]
-        elif is_part(value):
-            found.append((f"{path}.{name}", value))
+        waiting: list[tuple[tuple[Any, ...], Any]] = [((), names.get(name))]  # None once a thread has deleted it
+        for keys, value in waiting:  # which grows
+            if type(value) in SCALARS:
+                continue
+            if type(value) not in _CONTAINERS:
+                found += [(f"{path}.{name}{''.join(map(_index, keys))}", value)] if is_part(value) else []
+            elif len(keys) < _DEPTH and len(value) + len(waiting) <= _MOST_PARTS:
+                items = value.items() if isinstance(value, dict) else enumerate(value)
+                waiting += [((*keys, key), part) for key, part in [*items] if type(part) not in SCALARS]
     return found
+
+
+def _index(key: Any) -> str:
+    return f"[{key!r}]" if type(key) in SCALARS else f"[{type(key).__name__}]"
+
+
+def _is_followed(value: Any) -> bool:
+    return isinstance(value, nn.Module) or _is_of_ones_own(value)
 
 
 def _is_reader(value: Any) -> bool:
@@ -209,7 +288,7 @@ def _is_of_ones_own(value: Any) -> bool:
     is_librarys = file.startswith(_LIBRARIES) or any(folder in file for folder in _INSTALLED) or not file
     if is_librarys and kind.__module__ != "__main__":
         return kind is SimpleNamespace
-    return _attributes(value) is not None and not issubclass(kind, _OTHERS)
+    return (_attributes(value) is not None or bool(_slots_of(kind))) and not issubclass(kind, _OTHERS)
 
 
 def _attributes(value: Any) -> dict[str, Any] | None:
@@ -219,3 +298,9 @@ def _attributes(value: Any) -> dict[str, Any] | None:
     except (AttributeError, TypeError):
         return None
     return found if isinstance(found, dict) else None
+
+
+def _slots_of(kind: type) -> tuple[str, ...]:
+    listed = [vars(base).get("__slots__", ()) for base in kind.__mro__ if base.__module__ != "builtins"]
+    names = [name for slots in listed for name in ((slots,) if isinstance(slots, str) else slots)]
+    return tuple(name for name in names if not name.startswith("__"))

@@ -1,5 +1,7 @@
 """Models, losses, optimizers and data of one's own that keep more than weights, as people have them."""
 
+import copy
+import dataclasses
 import random
 import types
 from collections import defaultdict, deque
@@ -315,6 +317,82 @@ class Aliased(nn.Module):
         return self.linear(x) * (1 + self.read)
 
 
+@dataclasses.dataclass(slots=True)
+class Slotted:
+    calls: int = 0
+    sizes: list = dataclasses.field(default_factory=list)
+
+
+class Mixed(Slotted):
+    """Has a `__dict__` beside the slots."""
+
+    def __init__(self):
+        super().__init__()
+        self.more = 0
+
+
+class Averaging:
+    """Keeps an average of a module, as a module."""
+
+    def __init__(self, module):
+        self.module, self.updates = copy.deepcopy(module).requires_grad_(requires_grad=False), 0
+        self.module.register_buffer("moved", torch.zeros(()))
+
+    @torch.no_grad()
+    def update(self, module):
+        self.updates += 1
+        self.module.moved += 1
+        for own, theirs in zip(self.module.parameters(), module.parameters(), strict=True):
+            own.mul_(0.9).add_(theirs, alpha=0.1)
+
+
+class Hidden(nn.Module):
+    """Counts in objects that are found less easily."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear, self.slotted, self.mixed = nn.Linear(16, 4), Slotted(), Mixed()
+        self.deep = {"train": {"loss": Average()}, "recent": deque([[Average()]])}
+        self.averaging = Averaging(self.linear)
+
+    def forward(self, x):
+        size = float(x.detach().abs().mean())
+        self.slotted.calls += 1
+        self.slotted.sizes.append(size)
+        self.mixed.calls += 2
+        self.mixed.more += 1
+        if self.training:
+            self.averaging.update(self.linear)
+        found = self.deep["train"]["loss"].add(size) + self.deep["recent"][0][0].add(size * self.slotted.calls)
+        found += sum(self.slotted.sizes) + self.mixed.calls * self.mixed.more + float(self.averaging.module.moved)
+        return self.linear(x) / found + self.averaging.module(x.float()).to(x.dtype)
+
+
+class Memory(deque):
+    """A container of one's own, with a method that it changes."""
+
+    def append(self, value):
+        super().append(2 * value)
+
+
+class Tree(dict):
+    """As of the settings of a run."""
+
+
+class Remembering(nn.Module):
+    """Keeps what it sees in containers of its own."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear, self.memory, self.tree, self.raw = nn.Linear(16, 4), Memory(maxlen=5), Tree(calls=0), bytearray()
+
+    def forward(self, x):
+        self.memory.append(float(x.detach().abs().mean()))
+        self.tree["calls"] += 1
+        self.raw.append(1)
+        return self.linear(x) / (sum(self.memory) + self.tree["calls"] + len(self.raw))
+
+
 class Registering(nn.Module):
     """Registers what its first batch tells."""
 
@@ -368,6 +446,7 @@ CASES = {
     "datasets": {"data": lambda: DataLoader(ConcatDataset([Growing(), Growing()]), 16)},
     "meters": {"model": Metered},
     "registering": {"model": Registering},
+    "hidden": {"model": Hidden},
     "aliased": {"model": Aliased},
     "ema": {"optimizer": lambda: Averaged},
     "loss": {"loss": Centered},

@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from own_models import registered
-from own_with_state import Metered
+from own_with_state import Hidden, Metered, Remembering
 from torch import nn
 
 from amplab.lab import Experiment
@@ -85,9 +85,9 @@ def hooked():
     return model
 
 
-def with_meters():
+def seeded(make):
     torch.manual_seed(1)
-    return Metered()
+    return make()
 
 
 CASES = {
@@ -95,7 +95,9 @@ CASES = {
     "loss": lambda: {"model": plain(), "loss": Counting()},
     "step": lambda: {"model": plain(), "step": counting_step()},
     "hook": lambda: {"model": hooked(), "loss": F.cross_entropy},
-    "objects": lambda: {"model": with_meters(), "loss": F.cross_entropy},
+    "objects": lambda: {"model": seeded(Metered), "loss": F.cross_entropy},
+    "hidden objects": lambda: {"model": seeded(Hidden), "loss": F.cross_entropy},
+    "own containers": lambda: {"model": seeded(Remembering), "loss": F.cross_entropy},
 }
 LOOKS = ["trace", "activations", "gradients", "examine", "score"]
 
