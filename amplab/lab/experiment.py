@@ -20,7 +20,7 @@ import operator
 import re
 import time
 import traceback
-from collections.abc import Callable, Iterable, Iterator, Sequence, Set
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from difflib import get_close_matches
@@ -184,7 +184,7 @@ class Experiment:
         self._scaled: list[ScaleRecord] = []  # of the present step
         self._session.subscribe(self._scaled.append)
         self._initialize(config)
-        self._given_state = self._own_state()
+        self._given_state, self._given_switches = self._own_state(), self._switches()
         self._loss_scale = self._lowest_scale()
         self._memory = self._session.memory()
         self._measure_memory_until = 2  # the optimizers create their state in their first step
@@ -412,6 +412,7 @@ class Experiment:
             **self._buffers.state(),
             "schedules": states_of(schedules),
             "own": changes(kept, self._given_state),
+            "switched": self._switched(),
             "left_out": lost,
             "learning_rate": self._config.learning_rate,
             "seconds": 0.0 if self._began is None else time.perf_counter() - self._began,
@@ -456,6 +457,7 @@ class Experiment:
         experiment._task.know_place(extra)
         load_states(schedules_in_hooks(experiment._optimizers), extra.get("schedules", []))
         missing = add_state(experiment._roots(), extra.get("own", {}), experiment._device(), experiment._kept_tensors())
+        experiment._switch_as(extra.get("switched", {}))
         experiment.left_out = (*extra.get("left_out", ()), *unregistered, *missing)
         experiment._began = time.perf_counter() - extra["seconds"]
         experiment._loss_scale = experiment._lowest_scale()
@@ -975,6 +977,26 @@ class Experiment:
     def _own_state(self) -> State:
         return own_state(self._roots(), self._kept_tensors())
 
+    def _switches(self) -> dict[str, bool]:
+        """Which parameters require gradients, and which modules are in training, of a model of one's own."""
+        if not self._is_own:
+            return {}
+        weights = {f"weight {name}": each.requires_grad for name, each in self._model.named_parameters()}
+        return weights | {f"module {name}": each.training for name, each in self._model.named_modules()}
+
+    def _switched(self) -> dict[str, bool]:
+        """Return what a run has switched, as one that freezes a part after some steps."""
+        return {name: on for name, on in self._switches().items() if self._given_switches.get(name, on) != on}
+
+    def _switch_as(self, switched: Mapping[str, bool]) -> None:
+        weights, modules = dict(self._model.named_parameters()), dict(self._model.named_modules())
+        for name, on in switched.items():
+            kind, _, place = name.partition(" ")
+            if kind == "weight" and place in weights:
+                weights[place].requires_grad_(on)
+            elif kind == "module" and place in modules:
+                modules[place].training = on
+
     def _kept_tensors(self) -> list[Tensor]:
         """The tensors that a checkpoint has by themselves."""
         return [*self._weights(), *self._model.buffers()]
@@ -993,6 +1015,7 @@ class Experiment:
         current = {**dict(self._model.named_parameters()), **dict(self._model.named_buffers())}
         for optimizer, names in zip(self._optimizers, self._names, strict=True):
             current |= dict(zip(names, self._session.master_params(optimizer), strict=True))
+        ModelBuffers(model).load(self._buffers.state())
         with torch.no_grad():
             for name, value in (*model.named_parameters(), *model.named_buffers()):
                 write_value(value, current[name].to(value.dtype))

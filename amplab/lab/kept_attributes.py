@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from amplab.lab.own_objects import Names, holders
 from amplab.lab.own_values import storage_of
@@ -61,7 +61,7 @@ class KeptAttributes:
         self._is_complete = True
         self._seen: set[int] = set()
         self._restorers: list[Callable[[], bool | None]] = []
-        for _, names in holders(roots):
+        for _, names in holders(roots, shared=True):
             self._keep_names(names)
 
     def _is_weights(self, value: Tensor) -> bool:
@@ -92,7 +92,7 @@ class KeptAttributes:
         kind = type(value)
         if id(value) in self._seen:
             return
-        if kind is Tensor or kind is np.ndarray:
+        if kind in (Tensor, nn.Parameter, np.ndarray):
             self._seen.add(id(value))
             self._restorers.append(self._elements_of(value))
         elif (base := _base_of(kind)) is not None:

@@ -53,6 +53,7 @@ class ModelBuffers:
         return {
             "buffers": {name: each for name, each in now.items() if is_needed[name]},
             "registered": {name: name not in hidden for name in now if name not in self._shapes},
+            "gone": {name: name not in now for name, shape in self._shapes.items() if shape and now.get(name) is None},
             "separate": sorted(self._sharing - _sharing(self._model)),
         }
 
@@ -66,6 +67,11 @@ class ModelBuffers:
             for name, is_persistent in state.get("registered", {}).items()
             if not self._register(name, is_persistent)
         ]
+        for name, buffers, key in [*_places(self._model)]:
+            if name in state.get("gone", {}):
+                buffers[key] = None
+                if state["gone"][name]:
+                    del buffers[key]
         values, separate = state.get("buffers", {}), state.get("separate", ())
         device = next((each.device for each in self._model.parameters()), None)
         for name, buffers, key in _places(self._model):
@@ -94,6 +100,7 @@ def is_state_of_buffers(state: Mapping[str, Any]) -> bool:
         isinstance(state.get("buffers", {}), dict)
         and isinstance(registered, dict)
         and all(isinstance(name, str) and isinstance(each, bool) for name, each in registered.items())
+        and isinstance(state.get("gone", {}), dict)
         and isinstance(separate, list)
         and all(isinstance(name, str) for name in separate)
     )

@@ -105,7 +105,7 @@ class _Buffers(Names):
         return lambda: None  # kept with the weights
 
     def takes(self, name: str, value: Any) -> bool:
-        return name in self._names and isinstance(value, Tensor)
+        return name in self._names and (value is None or isinstance(value, Tensor))
 
 
 class _TensorsOutside(_Buffers):
@@ -193,11 +193,19 @@ def _may_follow(own: Any, value: Any) -> bool:
         return isinstance(own, defaultdict)
     if isinstance(own, str) is not isinstance(value, str) and None not in (own, value):
         return False
-    return not callable(own) and not isinstance(own, (nn.Parameter, Optimizer, *READERS))
+    if isinstance(own, nn.Parameter):
+        return isinstance(value, nn.Parameter)
+    return not callable(own) and not isinstance(own, (Optimizer, *READERS))
 
 
-def holders(roots: Mapping[str, Any]) -> Iterator[tuple[str, Names]]:
-    """Yield the path and the names of each object that keeps something, of each one once."""
+def holders(roots: Mapping[str, Any], *, shared: bool = False) -> Iterator[tuple[str, Names]]:
+    """Yield the path and the names of each object that keeps something, of each one once.
+
+    Args:
+        roots: Objects and functions by name.
+        shared: Also objects and functions that others may have, too: those in variables of functions, and in
+            attributes of the roots.
+    """
     seen: set[int] = set()
     waiting = [*roots.items()]
     while waiting:
@@ -214,18 +222,24 @@ def holders(roots: Mapping[str, Any]) -> Iterator[tuple[str, Names]]:
                 else:
                     yield f"{path}/{place} buffers", _TensorsOutside(module, module._buffers)
                     yield f"{path}/{place} weights", _TensorsOutside(module, module._parameters)
-                waiting += _parts_in(f"{path}/{place}", names, _is_of_ones_own) + _hooks(f"{path}/{place}", module)
+                waiting += _parts_in(f"{path}/{place}", names, _is_followed) + _hooks(f"{path}/{place}", module)
         elif isinstance(value, Optimizer):
             if not type(value).__module__.startswith(("torch.", "amplab.")):  # whose state_dict has all
                 yield path, (names := Names(value, vars(value), _of_every_optimizer()))
-                waiting += _parts_in(path, names, _is_of_ones_own)
+                waiting += _parts_in(path, names, _is_followed)
             waiting += _hooks(path, value)
         elif isinstance(value, FunctionType):
-            yield path, _Cells(value)
+            yield path, (cells := _Cells(value))
+            waiting += _parts_in(path, cells, _is_used) if shared else []
         elif isinstance(value, MethodType | partial):
             waiting.append((path, value.__self__ if isinstance(value, MethodType) else value.func))
+            if isinstance(value, partial) and shared:
+                yield f"{path} keywords", (names := Names(value, value.keywords))
+                waiting += _parts_in(path, names, _is_used)
         elif not isinstance(value, type):
-            follows = path not in roots and _is_of_ones_own(value)  # data and losses share what they have with all runs
+            follows = (shared or path not in roots) and _is_of_ones_own(
+                value
+            )  # data share what they have with all runs
             for kept in _names_of(path, value):
                 yield kept
                 waiting += [] if isinstance(value, DataLoader) else _parts_in(path, kept[1], _is_reader)
@@ -276,6 +290,10 @@ def _is_followed(value: Any) -> bool:
 
 def _is_reader(value: Any) -> bool:
     return issubclass(type(value), READERS)
+
+
+def _is_used(value: Any) -> bool:
+    return isinstance(value, FunctionType | MethodType | partial) or _is_followed(value)
 
 
 def _is_of_ones_own(value: Any) -> bool:

@@ -24,7 +24,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from amplab.amp.run_state.file_format import RunStateError
 from amplab.lab.own_objects import Names, holders
-from amplab.lab.own_values import SCALARS, Encoder, UnkeptValue, decoded, is_unkept, same
+from amplab.lab.own_values import GONE, PASSES_BY, SCALARS, Encoder, UnkeptValue, decoded, is_gone, is_unkept, same
 
 __all__ = ["State", "add_state", "changes", "in_another_session", "lost_changes", "own_state", "set_back"]
 
@@ -47,8 +47,7 @@ def own_state(roots: Mapping[str, Any], weights: Sequence[Tensor] = ()) -> State
     {'data': {'epoch': 3, 'order': [2, 0, 1]}}
     """
     encode = Encoder(weights)
-    state = {path: {**encode.values(names), **_steps_within(names)} for path, names in holders(roots)}
-    return {path: values for path, values in state.items() if values}
+    return {path: {**encode.values(names), **_steps_within(names)} for path, names in holders(roots)}
 
 
 def changes(state: State, before: State) -> State:
@@ -83,6 +82,10 @@ def add_state(
     shared: dict[int, tuple[Any, Any, Any]] = {}  # by the object that it replaces: that, the encoding, the value
     for path, names in found.items():
         for name, encoded in state.get(path, {}).items():
+            if is_gone(encoded):
+                if name in names and names.takes(name, None):
+                    names.remove(name)
+                continue
             old, known, value = shared.get(id(names.get(name)), (None, None, None))
             if old is None or not same(encoded, known):  # else two names stand for one object, as before
                 old, value = names.get(name), _value_of(encoded, device, weights, f"{path}.{name}")
@@ -104,13 +107,8 @@ def set_back(roots: Mapping[str, Any], state: State, is_concerned: Callable[[Any
         roots, state: As for `own_state`.
         is_concerned: Which objects; the others stay as they are.
     """
-    now = own_state(roots)
-    concerned = {path: names for path, names in holders(roots) if is_concerned(names.owner)}
-    back = changes(state, now)
-    add_state(roots, {path: back[path] for path in concerned if path in back})
-    for path, names in concerned.items():
-        for name in now.get(path, {}).keys() - state.get(path, {}).keys():
-            names.remove(name)
+    concerned = {path for path, names in holders(roots) if is_concerned(names.owner)}
+    add_state(roots, {path: values for path, values in changes(state, own_state(roots)).items() if path in concerned})
 
 
 def _value_of(encoded: Any, device: torch.device | None, weights: Sequence[Tensor], where: str) -> Any:
@@ -134,7 +132,9 @@ def in_another_session(state: State, now: State) -> State:
 def _all_changes(state: State, before: State) -> Iterator[tuple[str, dict[str, Any]]]:
     for path, values in state.items():
         old = before.get(path, {})
-        new = {name: value for name, value in values.items() if name not in old or not same(value, old[name])}
+        seen = {name: value for name, value in values.items() if value is not PASSES_BY}
+        new = {name: value for name, value in seen.items() if name not in old or not same(value, old[name])}
+        new |= dict.fromkeys(old.keys() - values.keys(), GONE)
         if new:
             yield path, new
 

@@ -21,7 +21,18 @@ from torch.utils.data import DataLoader, Dataset, Sampler
 from amplab.amp.run_state.file_format import is_loadable
 from amplab.policies.signals import is_interrupt
 
-__all__ = ["READERS", "SCALARS", "Encoder", "UnkeptValue", "decoded", "is_unkept", "same", "storage_of"]
+__all__ = [
+    "GONE",
+    "READERS",
+    "SCALARS",
+    "Encoder",
+    "UnkeptValue",
+    "decoded",
+    "is_gone",
+    "is_unkept",
+    "same",
+    "storage_of",
+]
 
 SCALARS = (bool, int, float, str, type(None))
 READERS = (DataLoader, Dataset, Sampler)
@@ -32,6 +43,8 @@ _MOST_ELEMENTS = 1_000  # of a container, unless all are numbers or text
 _DEPTH = 16  # of containers; a dict counts twice, for its pairs
 _KIND = "amplab.kind"  # marks what a checkpoint has no type of its own for
 _WEIGHT = "weight"  # a kind, whose value is a place among the weights
+_PARAMETER = "Parameter"  # whose value is that of the tensor, and `requires_grad`
+_GONE = "gone"  # of a name that stands for nothing any more
 _MADE: dict[str, Callable[[Any], Any]] = {
     each.__name__: each for each in (tuple, dict, set, frozenset, deque, OrderedDict, Counter, defaultdict)
 }
@@ -44,9 +57,22 @@ class UnkeptValue(NamedTuple):
     number: Any
 
 
+GONE: dict[str, Any] = {_KIND: _GONE, "value": None}
+"""The encoding of what a name stands for that is not there any more."""
+
+
+def is_gone(value: Any) -> bool:
+    """Whether a value is `GONE`."""
+    return isinstance(value, dict) and value.get(_KIND) == _GONE
+
+
 def is_unkept(value: Any) -> bool:
     """Whether an `UnkeptValue` stands for a value."""
     return isinstance(value, UnkeptValue)
+
+
+PASSES_BY = UnkeptValue(type(None), None)
+"""Stands for a value that says nothing about the run, or is kept in another way."""
 
 
 class _NotKept(Exception):
@@ -77,13 +103,13 @@ class Encoder:
         self._storages, self._left = {*map(storage_of, weights)} - {0}, _MOST_BYTES
 
     def values(self, names: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the values by name; without those that say nothing about a run."""
+        """Return the values by name."""
         found = {}
         for name in names:
             try:
                 found[name] = self._loadable(names[name])
             except _PassesBy:
-                continue
+                found[name] = PASSES_BY
             except _SharesWeights:
                 found[name] = UnkeptValue(type(names[name]), _SharesWeights)
             except Exception as refusal:  # of a strange object, or one that a thread changes meanwhile
@@ -124,10 +150,13 @@ class Encoder:
     def _of_tensor(self, value: Tensor, depth: int) -> Any:
         if depth and id(value) in self._weights:
             return {_KIND: _WEIGHT, "value": self._weights[id(value)]}
-        if id(value) in self._weights or isinstance(value, nn.Parameter):
-            raise _NotKept if depth else _PassesBy
+        if id(value) in self._weights:
+            raise _PassesBy
         if storage_of(value) in self._storages:
             raise _NotKept if depth else _SharesWeights
+        if type(value) is nn.Parameter:  # of no module
+            encoded = self._of_tensor(value.detach(), depth)
+            return {_KIND: _PARAMETER, "value": [encoded, value.requires_grad]}
         is_plain = type(value) is Tensor and value.layout is torch.strided and not value.is_meta
         if not is_plain or (value.requires_grad and value.grad_fn is None):
             raise _NotKept
@@ -208,6 +237,9 @@ def decoded(value: Any, device: torch.device | None, weights: Sequence[Tensor]) 
         return array if kind == "ndarray" else array[()]
     if kind == _WEIGHT:
         return weights[content]
+    if kind == _PARAMETER:
+        tensor, requires_grad = content
+        return nn.Parameter(decoded(tensor, device, weights), bool(requires_grad))
     made, items = _MADE[kind], decoded(content, device, weights)
     if made is deque:
         return deque(items, value.get("maxlen"))

@@ -196,6 +196,8 @@ class PresentRun:
         store = self.new_store(config)
         store.run = undone or store.run
         self._present(name or f"Run {self._runs_begun}", experiment, store, previous)
+        if undone is not None:
+            self._enter("ready")
         return True
 
     def bring_back(self, run: KeptRun, *, is_undo: bool = False) -> bool:
@@ -346,11 +348,21 @@ class PresentRun:
 
     def _record_replacing(self, text: str, replaced: KeptRun | None, previous: ExperimentConfig) -> None:
         """Record that another run is present; undo continues the replaced one, or starts one with its config."""
-        if replaced is not None:
-            can_continue = partial(self.kept.can_continue, replaced)
-            self.changes.record(text, partial(self.bring_back, replaced, is_undo=True), can_continue)
-        else:
+        if replaced is None:
             self.changes.record(text, partial(self.rebuild, previous, undone=self.store.run))
+            return
+        store = replaced.store
+
+        def kept() -> KeptRun | None:  # another object, once the run was present meanwhile
+            return next((each for each in self.kept.runs if each.store is store), None)
+
+        def can_continue() -> bool:
+            return (run := kept()) is not None and self.kept.can_continue(run)
+
+        def bring_back() -> bool:
+            return (run := kept()) is not None and self.bring_back(run, is_undo=True)
+
+        self.changes.record(text, bring_back, can_continue)
 
     def _present(self, name: str, experiment: Experiment, store: RunStore, previous: ExperimentConfig) -> None:
         """Train another experiment from now on."""

@@ -67,8 +67,9 @@ class Dashboard(ipywidgets.VBox):  # type: ignore[misc]  # ipywidgets has no typ
         The same config gives the same run: seed, split and batches are part of it. If the experiment is already
         running, the cell waits for its next `steps` steps (fewer if it is paused) and leaves it running.
 
-        The report has fewer steps if the run is paused or stopped meanwhile. If another run takes its place, as after a
-        reset, only the steps of that run count.
+        The report has fewer steps if the run is paused or stopped meanwhile, by code of another thread: what is pressed
+        in the page may take effect only when the cell ends. Interrupt the kernel to end it. If another run takes its
+        place, as after a reset, only the steps of that run count.
 
         Raises:
             RuntimeError: The experiment has failed or was stopped, or it was paused, stopped or reset before a step; or
@@ -80,7 +81,9 @@ class Dashboard(ipywidgets.VBox):  # type: ignore[misc]  # ipywidgets has no typ
                 f"this lab shows {self.config()} at step {len(self.trainer.history)}, but {other} was asked for: "
                 f"choose one above the charts, or call lab.trainer.reset(config) or lab.trainer.run({steps})."
             )
-        return wait_for_steps(self.trainer, steps, None if self.trainer.state == "running" else self.trainer.run)
+        run = None if self.trainer.state == "running" else self.trainer.run
+        with self._presenter.cell_waits():
+            return wait_for_steps(self.trainer, steps, run)
 
     def offer(self, wanted: ExperimentConfig | None = None) -> None:
         """Ask in the page whether to continue this experiment or to begin a new one.

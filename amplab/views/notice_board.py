@@ -37,6 +37,15 @@ class Notice:
     of_run: bool = False
 
 
+CELL_WAITS = Notice(
+    "note",
+    "A cell waits for this run",
+    "What is pressed here may take effect only when the cell ends. To end it now, interrupt the kernel (■).",
+    choices=(),
+)
+"""While a cell runs, JupyterLab may hand no message of a page to the kernel."""
+
+
 def failure(text: str, *, fatal: bool = False, damaged: bool = False, attempted: bool = False) -> Notice:
     """Return the notice of a failure, given as a sentence or as a traceback.
 
@@ -120,6 +129,10 @@ class NoticeBoard:
     def remove(self, number: int) -> None:
         """Remove a notice, if it is still shown."""
         self._notices.pop(number, None)
+
+    def withdraw(self, notice: Notice) -> None:
+        """Remove a notice, if it is still shown."""
+        self._notices = {number: each for number, each in self._notices.items() if each != notice}
 
     def has_kind(self, kind: str) -> bool:
         """Return whether a notice of this kind is up."""

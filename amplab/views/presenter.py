@@ -7,7 +7,9 @@ they get every event, and every message that the page sends from them.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,7 +32,7 @@ from amplab.views.controls import act, controls_payload
 from amplab.views.gallery import GalleryDesk, gallery_titles
 from amplab.views.live_payload import modes_line, summary
 from amplab.views.messages import refusal
-from amplab.views.notice_board import Notice, NoticeBoard, failure, offer, refused_message, saved_offer
+from amplab.views.notice_board import CELL_WAITS, Notice, NoticeBoard, failure, offer, refused_message, saved_offer
 from amplab.views.parts import Controls, Gallery, LiveView, Message, Notices, Panels, StatusLine, TakeAway
 from amplab.views.status import Status
 from amplab.views.tabs import TABS
@@ -43,6 +45,8 @@ __all__ = ["Parts", "Presenter"]
 
 SLOW = 0.3
 """Seconds between two drawings of the runs of a comparison."""
+
+_A_MOMENT = 2.0  # seconds
 
 
 @dataclass(frozen=True)
@@ -110,6 +114,19 @@ class Presenter:
         """Ask whether to continue a run of a kernel that has ended."""
         self._saved = saved
         self._ticker.call(lambda: self._put(saved_offer(saved.name, str(saved.config), saved.step, saved.others)))
+
+    @contextmanager
+    def cell_waits(self) -> Iterator[None]:
+        """Tell, if a block takes longer than a moment, that a cell waits for the run."""
+        timer = threading.Timer(_A_MOMENT, lambda: self._ticker.call(lambda: self._put(CELL_WAITS)))
+        timer.daemon = True
+        timer.start()
+        try:
+            yield
+        finally:
+            timer.cancel()
+            timer.join()
+            self._ticker.call(lambda: self._withdraw(CELL_WAITS))
 
     def wait(self) -> None:
         """Wait until what was asked of the widgets so far is done, such as the requests with which the tabs begin."""
@@ -341,6 +358,10 @@ class Presenter:
             self._put(Notice("note", "Works again", failed.text))
             return
         self._put(failure(failed.text, fatal=failed.fatal, damaged=failed.damaged, attempted=failed.attempted))
+
+    def _withdraw(self, notice: Notice) -> None:
+        self._board.withdraw(notice)
+        self.parts.notices.notices = self._board.payload()
 
     def _put(self, notice: Notice) -> None:
         self._board.put(notice)

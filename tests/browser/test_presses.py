@@ -130,3 +130,16 @@ def test_a_long_press_selects_a_skipped_step_while_more_are_listed_above_it(dash
     mouse.up()
     expect(rows).to_have_count(3)
     expect(dashboard.root.locator("[data-panel=skipped] tr[aria-current]")).to_contain_text(skipped)
+
+
+def test_enter_takes_a_name_and_escape_leaves_it(dashboard: DashboardPage) -> None:
+    field = row(dashboard, "first").get_by_role("textbox")
+    field.fill("other")
+    field.press("Enter")
+    expect(row(dashboard, "other")).to_be_visible()
+    field = row(dashboard, "other").get_by_role("textbox")
+    field.fill("none")
+    field.press("Escape")
+    dashboard.wait_for_step(dashboard.step + REDRAWN)
+    expect(row(dashboard, "other").get_by_role("textbox")).to_have_value("other")
+    assert shown_lines(dashboard) == "other second"

@@ -6,11 +6,13 @@ import numpy as np
 import pytest
 import torch
 from long_step import busy
+from torch import nn
 from torch.nn.functional import mse_loss
 
 from amplab.lab import ExperimentConfig, Failed, Trainer, TwinReady, Undone, load_run
 from amplab.lab.config import OVERRIDES
 from amplab.lab.kept_runs import MOST_RUNS, MOST_SHOWN
+from amplab.lab.models import MODELS, ModelChoice
 from amplab.lab.own_task import forget_own, register_own
 
 SMALL = ExperimentConfig(hidden=16)
@@ -67,6 +69,41 @@ def test_undo_of_a_reset_continues_the_old_run_bit_for_bit(trainer: Trainer, lis
     assert losses(younger.history) == plain_run(10), "what was trained after the reset is kept too"
 
 
+def test_undo_of_a_reset_goes_on_after_a_run_that_continued_was_put_back(trainer: Trainer) -> None:
+    for seed in (1, 2):
+        trainer.run(5)
+        trainer.reset_with(seed=seed)
+    trainer.run(5)
+    trainer.continue_from(trainer.kept.runs[1])
+    present = []
+    for _ in range(3):
+        trainer.undo()
+        trainer.wait()
+        present.append(trainer.present_name)
+    assert present == ["Run 3", "Run 2", "Run 1"]
+    assert trainer.last_change is None
+
+
+def test_undo_of_a_reset_to_a_run_that_fails_at_once_leaves_a_run_that_trains(trainer: Trainer, monkeypatch) -> None:
+    class Broken(nn.Module):
+        def __init__(self, width: int) -> None:
+            super().__init__()
+            self.linear = nn.Linear(64, 10)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            raise ValueError("a bug in my model")
+
+    monkeypatch.setitem(MODELS, "broken", ModelChoice("Broken", Broken, draws=False))
+    trainer.reset_with(model="broken")
+    with pytest.raises(RuntimeError, match="a bug in my model"):
+        trainer.run(1)
+    trainer.undo()
+    trainer.wait()
+    assert (trainer.state, trainer.failures) == ("ready", ())
+    trainer.run(3)
+    assert losses(trainer.history) == plain_run(3)
+
+
 def test_undo_puts_back_exactly_the_config_before(trainer: Trainer) -> None:
     configs = [trainer.config]
     for change in (
@@ -104,8 +141,7 @@ def test_undo_takes_back_changes_of_the_present_run_alone(trainer: Trainer) -> N
     trainer.wait()
     second = trainer.config
     assert (second.opt_level, second.growth_interval) == ("O2", 50)
-    assert trainer.last_change is None
-    trainer.undo()
+    assert trainer.last_change.startswith("Reset at step 3")
     trainer.change(momentum=0.5)
     trainer.undo()
     trainer.wait()

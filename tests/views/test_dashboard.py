@@ -336,6 +336,17 @@ def test_a_step_selected_anywhere_is_selected_everywhere(lab: Dashboard, until) 
     assert parts(lab).panels.selected is None
 
 
+def test_a_cell_that_waits_for_long_is_told_until_it_ends(lab: Dashboard, until, monkeypatch) -> None:
+    monkeypatch.setattr("amplab.views.presenter._A_MOMENT", 0.1)
+    lab.trainer.set_speed(20)
+    told = []
+    unsubscribe = lab.trainer.subscribe(lambda _: told.extend(each["title"] for each in parts(lab).notices.notices))
+    lab.run(20)
+    unsubscribe()
+    assert "A cell waits for this run" in told
+    until(lambda: not parts(lab).notices.notices)
+
+
 def test_a_callback_that_raises_is_a_notice_and_the_run_goes_on(lab: Dashboard, until) -> None:
     def mine(event: object) -> None:
         raise ValueError("a callback of my own")

@@ -34,6 +34,10 @@ function runCell(row, send, redraw) {
   const name = number === null ? h("b", {}, row.name) : h("input", {
     class: "amp-run-name", value: row.name, maxlength: "24", "aria-label": `Name of ${row.name}`,
     onchange: (event) => send({ type: "rename", number, name: event.target.value }), onblur: redraw,
+    onkeydown: (event) => { // JupyterLab keeps Enter from being a change
+      if (event.key === "Escape") event.target.value = event.target.defaultValue;
+      if (event.key === "Enter" || event.key === "Escape") event.target.blur();
+    },
   });
   const note = h("small", { class: row.outcome ? "amp-run-failed" : "", title: row.setting }, runNote(row));
   return h("td", { class: "amp-run-cell" }, h("div", {}, show, lineSample(row), name), note);
