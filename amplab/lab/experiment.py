@@ -129,12 +129,11 @@ R = TypeVar("R")
 
 
 def _is_look(look: Callable[Concatenate[Experiment, P], R]) -> Callable[Concatenate[Experiment, P], R]:
-    """Let a look at the next step leave what code of one's own keeps, such as a count of calls."""
+    """Let a look at the next step leave what code of one's own keeps."""
 
     @functools.wraps(look)
     def looking(self: Experiment, /, *args: P.args, **named: P.kwargs) -> R:
-        with Undo() as undo:
-            undo.add(self._kept_attributes().restore)
+        with self.code_kept():
             return look(self, *args, **named)
 
     return looking
@@ -485,6 +484,13 @@ class Experiment:
             )
         self._task.check_batch_size(new.batch_size)
         _check_modules(new, self.module_names())
+
+    @contextmanager
+    def code_kept(self) -> Iterator[None]:
+        """Run a block, after which code of one's own keeps what it kept before, such as a count of calls."""
+        with Undo() as undo:
+            undo.add(self._kept_attributes().restore)
+            yield
 
     @drawing_alone
     @leaves_as_found

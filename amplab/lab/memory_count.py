@@ -29,7 +29,12 @@ def level_memory(config: ExperimentConfig) -> LevelMemory:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # about this level, which nobody has chosen
         experiment = Experiment(config)
-    gradients = 0
+    with experiment.code_kept():  # which all runs share
+        return _counted(experiment)
+
+
+def _counted(experiment: Experiment) -> LevelMemory:
+    config, gradients = experiment.config, 0
     for _ in range(_MOST_STEPS):
         skipped = experiment.step().skipped
         gradients = max(gradients, experiment.memory().gradients)  # as just before the optimizer's step

@@ -15,6 +15,7 @@ from torch import nn
 
 from amplab.lab import Experiment
 from amplab.lab.kept_attributes import KeptAttributes
+from amplab.lab.memory_count import level_memory
 
 pytestmark = pytest.mark.usefixtures("nothing_own")
 
@@ -130,7 +131,7 @@ CASES = {
     "used by a step": lambda: {"model": plain(), "step": step_of_a_trainer()},
     "own containers": lambda: {"model": seeded(Remembering), "loss": F.cross_entropy},
 }
-LOOKS = ["trace", "activations", "gradients", "examine", "score"]
+LOOKS = ["trace", "activations", "gradients", "examine", "score", "level_memory"]
 
 
 def by_hand(parts, steps):
@@ -150,13 +151,15 @@ def by_hand(parts, steps):
 @pytest.mark.parametrize("case", CASES)
 def test_looks_leave_what_code_keeps(case):
     """So a run with looks, and the trial step of `open`, is the loop that its owner would write."""
-    whole = by_hand(CASES[case](), 12)
+    whole = by_hand(CASES[case](), 14)
     parts = CASES[case]()
     config = registered(parts.pop("model"), BATCHES, optimizer=sgd, evaluate=lambda model: model(X).mean(), **parts)
     experiment, losses = Experiment(config.changed(opt_level="O0")), []
     for look in (*LOOKS, None, None):
         losses += [experiment.step().loss for _ in range(2 if look else 1)]
-        if look is not None:
+        if look == "level_memory":
+            level_memory(experiment.config)
+        elif look is not None:
             getattr(experiment, look)()
     assert losses == whole
 
