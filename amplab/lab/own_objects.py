@@ -39,6 +39,7 @@ __all__ = ["Names", "holders"]
 
 _MOST_PARTS = 1_000  # of the containers of one attribute that may hold objects
 _DEPTH = 4  # of such containers
+_MOST_OBJECTS = 1_000  # that are followed to others, as the nodes of a tree
 _CONTAINERS = frozenset((list, tuple, dict, deque, OrderedDict, defaultdict))
 _HOOKS_OF_MODULE = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 _OF_LOADER = ("dataset", "sampler", "batch_sampler")
@@ -206,10 +207,10 @@ def holders(roots: Mapping[str, Any], *, shared: bool = False) -> Iterator[tuple
         shared: Also objects and functions that others may have, too: those in variables of functions, and in
             attributes of the roots.
     """
-    seen: set[int] = set()
-    waiting = [*roots.items()]
+    seen, left = set[int](), _MOST_OBJECTS
+    waiting = deque(roots.items())
     while waiting:
-        path, value = waiting.pop(0)
+        path, value = waiting.popleft()
         if id(value) in seen:
             continue
         seen.add(id(value))
@@ -229,7 +230,9 @@ def holders(roots: Mapping[str, Any], *, shared: bool = False) -> Iterator[tuple
                 waiting += _parts_in(path, names, _is_followed)
             waiting += _hooks(path, value)
         elif isinstance(value, FunctionType):
-            yield path, (cells := _Cells(value))
+            cells = _Cells(value)
+            if path in roots or not _is_librarys(value.__code__.co_filename):  # a decorator's may count for others
+                yield path, cells
             waiting += _parts_in(path, cells, _is_used) if shared else []
         elif isinstance(value, MethodType | partial):
             waiting.append((path, value.__self__ if isinstance(value, MethodType) else value.func))
@@ -237,9 +240,9 @@ def holders(roots: Mapping[str, Any], *, shared: bool = False) -> Iterator[tuple
                 yield f"{path} keywords", (names := Names(value, value.keywords))
                 waiting += _parts_in(path, names, _is_used)
         elif not isinstance(value, type):
-            follows = (shared or path not in roots) and _is_of_ones_own(
-                value
-            )  # data share what they have with all runs
+            is_own = shared or path not in roots  # data share what they have with all runs
+            follows = left > 0 and is_own and _is_of_ones_own(value)
+            left -= follows
             for kept in _names_of(path, value):
                 yield kept
                 waiting += [] if isinstance(value, DataLoader) else _parts_in(path, kept[1], _is_reader)
@@ -303,10 +306,13 @@ def _is_of_ones_own(value: Any) -> bool:
     """
     kind = type(value)
     file = getattr(sys.modules.get(kind.__module__), "__file__", None) or ""
-    is_librarys = file.startswith(_LIBRARIES) or any(folder in file for folder in _INSTALLED) or not file
-    if is_librarys and kind.__module__ != "__main__":
+    if (not file or _is_librarys(file)) and kind.__module__ != "__main__":
         return kind is SimpleNamespace
     return (_attributes(value) is not None or bool(_slots_of(kind))) and not issubclass(kind, _OTHERS)
+
+
+def _is_librarys(file: str) -> bool:
+    return file.startswith(_LIBRARIES) or any(folder in file for folder in _INSTALLED)
 
 
 def _attributes(value: Any) -> dict[str, Any] | None:

@@ -105,6 +105,11 @@ class Loop:
 
 def step_of_a_trainer():
     loop, calls = Loop({"calls": 0}), 0
+
+    @torch.enable_grad()
+    def decorated(value):
+        return counted(value)
+
     step = functools.partial(loop.step, more={"calls": 0})
 
     def counted(value):
@@ -112,7 +117,7 @@ def step_of_a_trainer():
         calls += 1
         return value / calls
 
-    return lambda model, batch: counted(step(model, batch))
+    return lambda model, batch: decorated(step(model, batch))
 
 
 def seeded(make):
@@ -228,6 +233,20 @@ def test_a_large_memory_costs_a_step_little():
         kept = KeptAttributes({"model": model}, is_of_step=True)
     assert time.perf_counter() - began < 2  # seconds; more than 10 without a limit
     assert not kept.restore()
+
+
+class Node:
+    def __init__(self, depth):
+        self.visits, self.children = 0, [Node(depth - 1) for _ in range(3)] if depth else []
+
+
+def test_a_large_tree_of_objects_costs_a_step_little():
+    model = plain()
+    model.tree = Node(9)
+    began = time.perf_counter()
+    for _ in range(5):
+        KeptAttributes({"model": model}, is_of_step=True)
+    assert time.perf_counter() - began < 2  # seconds; 4 without a limit, on one core
 
 
 class Thing:
