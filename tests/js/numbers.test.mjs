@@ -50,7 +50,9 @@ test("the last tick does not fall off by rounding", () => {
     assert.ok(list.at(-1) > high - gap - gap * 1e-6, `${high}: ${list}`);
   }
 });
-test("decades are powers of ten within the range, else its two ends", () => {
+test("decades are powers of ten within the range, with numbers between them if there are few, else its two ends", () => {
   assert.deepEqual(decades(0.005, 20), [0.01, 0.1, 1, 10]);
+  assert.deepEqual(decades(100, 600), [100, 200, 500]);
+  assert.deepEqual(decades(0.0015, 0.03), [0.002, 0.005, 0.01, 0.02]);
   assert.deepEqual(decades(2, 3), [2, 3]);
 });

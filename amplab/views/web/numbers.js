@@ -57,11 +57,16 @@ export function ticks(low, high, count) {
   return list;
 }
 
-/** The powers of ten between `low` and `high`; the two ends if there is none. */
+/** The powers of ten between `low` and `high`; 1, 2 and 5 times these if there are not two; the ends if that is no help. */
 export function decades(low, high) {
-  const list = [];
-  for (let exponent = Math.ceil(Math.log10(low)); 10 ** exponent <= high; exponent += 1) list.push(10 ** exponent);
-  return list.length ? list : [low, high];
+  const list = (factors) => {
+    const found = [];
+    for (let exponent = Math.floor(Math.log10(low)); 10 ** exponent <= high; exponent += 1) {
+      found.push(...factors.map((factor) => +(factor * 10 ** exponent).toPrecision(12)));
+    }
+    return found.filter((each) => low <= each && each <= high);
+  };
+  return [[1], [1, 2, 5]].map(list).find((each) => each.length > 1) ?? [low, high];
 }
 
 /** The label of a tick in few letters: 0.01, 10⁻⁴, 2e-3. */
