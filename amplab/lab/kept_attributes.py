@@ -61,7 +61,7 @@ class KeptAttributes:
         self._is_complete = True
         self._seen: set[int] = set()
         self._restorers: list[Callable[[], bool | None]] = []
-        for _, names in holders(roots, shared=True):
+        for _, names in holders(roots):
             self._keep_names(names)
 
     def _is_weights(self, value: Tensor) -> bool:

@@ -113,10 +113,11 @@ def open(
     module, are not copied: make them a part of the model for each run to begin with them as they are now. A look at a
     step, such as a trace, runs it once more, and leaves attributes of modules, hooks and losses and variables of the
     functions around them as they were, with numbers, text, tensors, arrays, lists and dicts in them up to 64 MiB, and
-    with up to 1,000 objects of your own classes and the modules in them; objects of other classes in attributes, and
-    global variables, are as after one more step. `open` returns when the trace that the page shows first is done. While
-    such an experiment runs, each step seeds the generators of torch, Python and NumPy, and restores them: pause it
-    before a cell that needs random numbers of its own.
+    in attributes also up to 1,000 objects of your own classes with the modules in them. Other objects, such as those
+    that `step` or a function names, and global variables are as after one more step: a cell may change them meanwhile.
+    `open` returns when the trace that the page shows first is done. While such an experiment runs, each step seeds the
+    generators of torch, Python and NumPy, and restores them: pause it before a cell that needs random numbers of its
+    own.
 
     In a restarted kernel a run continues with its parameters and buffers, its optimizers, and schedules that step in
     their hooks. So does what the model, a loss that is a module, optimizers, the hooks of these, and data with samplers

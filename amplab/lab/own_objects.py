@@ -199,14 +199,8 @@ def _may_follow(own: Any, value: Any) -> bool:
     return not callable(own) and not isinstance(own, (Optimizer, *READERS))
 
 
-def holders(roots: Mapping[str, Any], *, shared: bool = False) -> Iterator[tuple[str, Names]]:
-    """Yield the path and the names of each object that keeps something, of each one once.
-
-    Args:
-        roots: Objects and functions by name.
-        shared: Also objects and functions that others may have, too: those in variables of functions, and in
-            attributes of the roots.
-    """
+def holders(roots: Mapping[str, Any]) -> Iterator[tuple[str, Names]]:
+    """Yield the path and the names of each object that keeps something, of each one once."""
     seen, left = set[int](), _MOST_OBJECTS
     waiting = deque(roots.items())
     while waiting:
@@ -230,18 +224,12 @@ def holders(roots: Mapping[str, Any], *, shared: bool = False) -> Iterator[tuple
                 waiting += _parts_in(path, names, _is_followed)
             waiting += _hooks(path, value)
         elif isinstance(value, FunctionType):
-            cells = _Cells(value)
-            if path in roots or not _is_librarys(value.__code__.co_filename):  # a decorator's may count for others
-                yield path, cells
-            waiting += _parts_in(path, cells, _is_used) if shared else []
+            yield path, _Cells(value)
         elif isinstance(value, MethodType | partial):
             waiting.append((path, value.__self__ if isinstance(value, MethodType) else value.func))
-            if isinstance(value, partial) and shared:
-                yield f"{path} keywords", (names := Names(value, value.keywords))
-                waiting += _parts_in(path, names, _is_used)
         elif not isinstance(value, type):
-            is_own = shared or path not in roots  # data share what they have with all runs
-            follows = left > 0 and is_own and _is_of_ones_own(value)
+            # Data and losses share what they have with all runs, and with cells that may change it meanwhile.
+            follows = left > 0 and path not in roots and _is_of_ones_own(value)
             left -= follows
             for kept in _names_of(path, value):
                 yield kept
@@ -295,10 +283,6 @@ def _is_reader(value: Any) -> bool:
     return issubclass(type(value), READERS)
 
 
-def _is_used(value: Any) -> bool:
-    return isinstance(value, FunctionType | MethodType | partial) or _is_followed(value)
-
-
 def _is_of_ones_own(value: Any) -> bool:
     """Whether it is a plain object, of a class that is not installed.
 
@@ -306,13 +290,10 @@ def _is_of_ones_own(value: Any) -> bool:
     """
     kind = type(value)
     file = getattr(sys.modules.get(kind.__module__), "__file__", None) or ""
-    if (not file or _is_librarys(file)) and kind.__module__ != "__main__":
+    is_librarys = file.startswith(_LIBRARIES) or any(folder in file for folder in _INSTALLED) or not file
+    if is_librarys and kind.__module__ != "__main__":
         return kind is SimpleNamespace
     return (_attributes(value) is not None or bool(_slots_of(kind))) and not issubclass(kind, _OTHERS)
-
-
-def _is_librarys(file: str) -> bool:
-    return file.startswith(_LIBRARIES) or any(folder in file for folder in _INSTALLED)
 
 
 def _attributes(value: Any) -> dict[str, Any] | None:

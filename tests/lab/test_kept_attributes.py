@@ -1,6 +1,5 @@
 """A look at a step, and a step that has failed, leave what code of one's own keeps, also what it changes in place."""
 
-import functools
 import threading
 import time
 from collections import Counter, OrderedDict, defaultdict, deque
@@ -10,7 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from own_models import registered
-from own_with_state import Average, Hidden, Metered, Remembering, Settling
+from own_with_state import Hidden, Metered, Remembering, Settling
 from torch import nn
 
 from amplab.lab import Experiment
@@ -87,39 +86,6 @@ def hooked():
     return model
 
 
-class Loop:
-    """A loop of one's own, whose method is the step."""
-
-    def __init__(self, state):
-        self.average, self.state, self.teacher = Average(), state, plain()
-
-    def step(self, model, batch, *, more):
-        self.state["calls"] += 1
-        more["calls"] += 1
-        value = self.average.add(float(batch[0].abs().mean())) + self.state["calls"] + more["calls"]
-        with torch.no_grad():
-            for theirs, own in zip(self.teacher.parameters(), model.parameters(), strict=True):
-                theirs.mul_(0.9).add_(own.float(), alpha=0.1)
-        return F.cross_entropy(model(batch[0]) - 0.1 * self.teacher(batch[0]), batch[1]) / value
-
-
-def step_of_a_trainer():
-    loop, calls = Loop({"calls": 0}), 0
-
-    @torch.enable_grad()
-    def decorated(value):
-        return counted(value)
-
-    step = functools.partial(loop.step, more={"calls": 0})
-
-    def counted(value):
-        nonlocal calls
-        calls += 1
-        return value / calls
-
-    return lambda model, batch: decorated(step(model, batch))
-
-
 def seeded(make):
     torch.manual_seed(1)
     return make()
@@ -133,7 +99,6 @@ CASES = {
     "objects": lambda: {"model": seeded(Metered), "loss": F.cross_entropy},
     "hidden objects": lambda: {"model": seeded(Hidden), "loss": F.cross_entropy},
     "settling": lambda: {"model": seeded(Settling), "loss": F.cross_entropy},
-    "used by a step": lambda: {"model": plain(), "step": step_of_a_trainer()},
     "own containers": lambda: {"model": seeded(Remembering), "loss": F.cross_entropy},
 }
 LOOKS = ["trace", "activations", "gradients", "examine", "score", "level_memory"]
