@@ -1,13 +1,12 @@
 """Models, data and losses of one's own, as people have them, for the tests of `lab.open`."""
 
+import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from amplab.lab import (
-    ExperimentConfig,
-)
+from amplab.lab import Experiment, ExperimentConfig
 from amplab.lab.own_task import register_own
 
 
@@ -165,3 +164,11 @@ class Meter:
 
     def load_state_dict(self, state):
         raise AssertionError
+
+
+def is_taken_back(experiment: Experiment, fails: list[int], error: type[Exception] = ZeroDivisionError) -> bool:
+    """Let the next step of an experiment fail, whose loss raises where `fails` has an entry; try to take it back."""
+    fails.append(1)
+    with pytest.raises(error):
+        experiment.step()
+    return experiment.take_back()
