@@ -20,7 +20,7 @@ import operator
 import re
 import time
 import traceback
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Iterator, Sequence, Set
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from difflib import get_close_matches
@@ -56,7 +56,7 @@ from amplab.lab.kept_attributes import KeptAttributes
 from amplab.lab.kept_weights import KeptWeights
 from amplab.lab.model_buffers import ModelBuffers
 from amplab.lab.models import MODELS, build_model
-from amplab.lab.own_state import State, add_state, changes, in_another_session, lost_changes, own_state
+from amplab.lab.own_changes import OwnChanges
 from amplab.lab.past_skips import PastSkip, PastSkips
 from amplab.lab.rank_exchange import RankExchange
 from amplab.lab.saved_experiment import read_saved
@@ -76,7 +76,7 @@ from amplab.policies.nested_tensors import floating_tensors_in
 from amplab.policies.signals import is_interrupt
 from amplab.scalers import ScaleState
 from amplab.trace import Trace, trace_step, xray
-from amplab.trace.as_found import Undo, leaves_as_found
+from amplab.trace.as_found import leaves_as_found
 from amplab.trace.forwarded_modules import buffers_kept
 from amplab.trace.handed_step import ModelGroup
 from amplab.trace.kept_tensors import KeptBytes
@@ -183,7 +183,8 @@ class Experiment:
         self._scaled: list[ScaleRecord] = []  # of the present step
         self._session.subscribe(self._scaled.append)
         self._initialize(config)
-        self._given_state, self._given_switches = self._own_state(), self._switches()
+        own_model = self._model if self._is_own else None
+        self._own = OwnChanges(own_model, self._task, lambda: self._optimizers, self._kept_tensors)
         self._loss_scale = self._lowest_scale()
         self._memory = self._session.memory()
         self._measure_memory_until = 2  # the optimizers create their state in their first step
@@ -289,7 +290,7 @@ class Experiment:
         self._scalers_before = tuple(scaler.state for scaler in self._session.scalers)
         self._rerun.forget()
         self._rerun.remember(batches[0] if len(batches) == 1 else batches)
-        self._attributes_before = self._kept_attributes(is_of_step=True)
+        self._attributes_before = self._own.kept(is_of_step=True)
         written = self._written_in_forward if self._weights_changes >= _LEARNS_WRITTEN else None
         self._weights_before, self.phase = KeptWeights(self._weights(), self._unstepped(), written), "gradients"
         with self._taken_back_if_stopped():
@@ -400,8 +401,8 @@ class Experiment:
             RunStateError: A state holds a value that the file cannot hold.
         """
         schedules = schedules_in_hooks(self._optimizers)
-        place, kept = self._task.place_in_data(self._batch_in_data(self._step)), self._own_state()
-        lost = [*left_out(schedules), *place.pop("left_out", ()), *lost_changes(kept, self._given_state)]
+        place, (own, lost) = self._task.place_in_data(self._batch_in_data(self._step)), self._own.state()
+        lost = [*left_out(schedules), *place.pop("left_out", ()), *lost]
         here = {
             "config": str(self._config),
             "digests": dict(task_choice(self._config.task).digests),
@@ -410,8 +411,7 @@ class Experiment:
             "accumulates_since": list(self._accumulates_since),
             **self._buffers.state(),
             "schedules": states_of(schedules),
-            "own": changes(kept, self._given_state),
-            "switched": self._switched(),
+            **own,
             "left_out": lost,
             "learning_rate": self._config.learning_rate,
             "seconds": 0.0 if self._began is None else time.perf_counter() - self._began,
@@ -455,8 +455,7 @@ class Experiment:
         experiment._accumulates_since = tuple(extra.get("accumulates_since", (0, 0)))
         experiment._task.know_place(extra)
         load_states(schedules_in_hooks(experiment._optimizers), extra.get("schedules", []))
-        missing = add_state(experiment._roots(), extra.get("own", {}), experiment._device(), experiment._kept_tensors())
-        experiment._switch_as(extra.get("switched", {}))
+        missing = experiment._own.load(extra)
         experiment.left_out = (*extra.get("left_out", ()), *unregistered, *missing)
         experiment._began = time.perf_counter() - extra["seconds"]
         experiment._loss_scale = experiment._lowest_scale()
@@ -485,12 +484,9 @@ class Experiment:
         self._task.check_batch_size(new.batch_size)
         _check_modules(new, self.module_names())
 
-    @contextmanager
-    def code_kept(self) -> Iterator[None]:
-        """Run a block, after which code of one's own keeps what it kept before, such as a count of calls."""
-        with Undo() as undo:
-            undo.add(self._kept_attributes().restore)
-            yield
+    def code_kept(self) -> AbstractContextManager[None]:
+        """Return a scope after which code of one's own keeps what it kept before, such as a count of calls."""
+        return self._own.taken_back()
 
     @drawing_alone
     @leaves_as_found
@@ -943,7 +939,7 @@ class Experiment:
             self._initialize(old)
             self._session.load_state_dict(state)
             raise
-        self._given_state = in_another_session(self._given_state, self._own_state())
+        self._own.begin_session()
         if (kept := kept_scales(state, old, new)) is not None:
             self._session.load_state_dict(kept)
 
@@ -968,47 +964,9 @@ class Experiment:
                 if "momentum" in group and config.optimizer != OWN:
                     group["momentum"] = config.momentum
 
-    def _roots(self) -> dict[str, Any]:
-        """The objects of one's own whose attributes a run may change, by the names under which they are saved."""
-        if not self._is_own:
-            return {}
-        optimizers = {f"optimizer {number}".removesuffix(" 0"): each for number, each in enumerate(self._optimizers)}
-        return {"model": self._model, **self._task.parts_with_state(), **optimizers}
-
-    def _kept_attributes(self, *, is_of_step: bool = False) -> KeptAttributes:
-        """What the code that a forward runs keeps now, to be restored; nothing of the models of the lab."""
-        roots = {"model": self._model, **self._task.code_of_steps()} if self._is_own else {}
-        return KeptAttributes(roots, self._kept_tensors, is_of_step=is_of_step)
-
-    def _own_state(self) -> State:
-        return own_state(self._roots(), self._kept_tensors())
-
-    def _switches(self) -> dict[str, bool]:
-        """Which parameters require gradients, and which modules are in training, of a model of one's own."""
-        if not self._is_own:
-            return {}
-        weights = {f"weight {name}": each.requires_grad for name, each in self._model.named_parameters()}
-        return weights | {f"module {name}": each.training for name, each in self._model.named_modules()}
-
-    def _switched(self) -> dict[str, bool]:
-        """Return what a run has switched, as one that freezes a part after some steps."""
-        return {name: on for name, on in self._switches().items() if self._given_switches.get(name, on) != on}
-
-    def _switch_as(self, switched: Mapping[str, bool]) -> None:
-        weights, modules = dict(self._model.named_parameters()), dict(self._model.named_modules())
-        for name, on in switched.items():
-            kind, _, place = name.partition(" ")
-            if kind == "weight" and place in weights:
-                weights[place].requires_grad_(on)
-            elif kind == "module" and place in modules:
-                modules[place].training = on
-
     def _kept_tensors(self) -> list[Tensor]:
         """The tensors that a checkpoint has by themselves."""
         return [*self._weights(), *self._model.buffers()]
-
-    def _device(self) -> torch.device | None:
-        return next((each.device for each in self._model.parameters()), None)
 
     def _float32_copy(self, model: nn.Module | None = None) -> nn.Module:
         """Return another model with the current weights in float32 (the masters if there are any) and buffers.
