@@ -384,8 +384,10 @@ class Experiment:
         if old.accumulate != config.accumulate:
             begun, first = self._accumulates_since
             self._accumulates_since = self._step, first + (self._step - begun) * self._batches_of_step()
-        if (old.learning_rate, old.momentum) != (config.learning_rate, config.momentum):  # else as a schedule left them
+        if old.learning_rate != config.learning_rate:  # else as code of one's own left them
             self._set_rates(config)
+        if old.momentum != config.momentum:
+            self._set_momentum(config)
         self._config = config
 
     def _new_rerun(self) -> StepRerun:
@@ -474,12 +476,11 @@ class Experiment:
         """Raise ValueError if `switch` from `old` to `new` would."""
         refuse_new_weights(old, new)
         is_own = old.optimizer == new.optimizer == OWN
-        schedules = [*filter(sets_rates, schedules_in_hooks(self._optimizers))] if is_own else []
-        if schedules and old.learning_rate != new.learning_rate:
+        if is_own and old.learning_rate != new.learning_rate and self._has_own_rates():
             raise SettingRefused(
-                f"lr={new.learning_rate:g}: a schedule sets the learning rate, in a hook of your optimizer; change it "
-                "there, and open the lab again.",
-                shown="Learning rate: a schedule of your optimizer sets it.",
+                f"lr={new.learning_rate:g}: your optimizer, or a schedule in a hook of it, sets the learning rate; "
+                "change it there, and open the lab again.",
+                shown="Learning rate: your optimizer, or a schedule in a hook of it, sets it.",
             )
         self._task.check_batch_size(new.batch_size)
         _check_modules(new, self.module_names())
@@ -953,16 +954,34 @@ class Experiment:
         self._names = [[names[id(weight)] for weight in params_of(each)] for each in self._optimizers]
         self._rates = [[group.get("lr") for group in each.param_groups] for each in self._optimizers]
         self._set_rates(config)
+        self._set_momentum(config)
 
     def _set_rates(self, config: ExperimentConfig) -> None:
-        """Set the learning rate of the first group; those of others keep their ratio to it."""
+        for group, rate in self._rates_of(config):
+            group["lr"] = rate
+
+    def _rates_of(self, config: ExperimentConfig) -> list[tuple[dict[str, Any], Any]]:
+        """Return the groups with the rates of a config: that of the first; those of others keep their ratio to it."""
         first = self._rates[0][0]
-        for optimizer, rates in zip(self._optimizers, self._rates, strict=True):
-            for group, rate in zip(optimizer.param_groups, rates, strict=True):
-                if first and rate is not None:
-                    group["lr"] = config.learning_rate * (rate / first)
-                if "momentum" in group and config.optimizer != OWN:
-                    group["momentum"] = config.momentum
+        if not first:
+            return []
+        return [
+            (group, config.learning_rate * (rate / first))
+            for optimizer, rates in zip(self._optimizers, self._rates, strict=True)
+            for group, rate in zip(optimizer.param_groups, rates, strict=False)  # a hook may have added groups
+            if rate is not None
+        ]
+
+    def _has_own_rates(self) -> bool:
+        """Whether code of one's own sets the learning rates: a schedule, or something that has changed them."""
+        if any(map(sets_rates, schedules_in_hooks(self._optimizers))):
+            return True
+        return any(not math.isclose(group["lr"], rate, rel_tol=1e-6) for group, rate in self._rates_of(self._config))
+
+    def _set_momentum(self, config: ExperimentConfig) -> None:
+        for group in [group for each in self._optimizers for group in each.param_groups]:
+            if "momentum" in group and config.optimizer != OWN:
+                group["momentum"] = config.momentum
 
     def _kept_tensors(self) -> list[Tensor]:
         """The tensors that a checkpoint has by themselves."""

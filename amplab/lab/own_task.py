@@ -18,6 +18,7 @@ from __future__ import annotations
 import copy
 import itertools
 import re
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -41,6 +42,7 @@ from amplab.lab.tasks import OWN_TASK, TASKS, MakeOptimizer, Score, Task, TaskCh
 from amplab.lab.tasks.task import drawing_alone
 from amplab.optimizers import FusedOptimizer
 from amplab.optimizers.group_settings import learning_rate
+from amplab.policies.nested_tensors import tensors_in
 from amplab.policies.signals import is_interrupt
 from amplab.trace.argument_checks import accepts
 from amplab.trace.as_found import Undo
@@ -221,6 +223,7 @@ def _register(code: OwnCode, taken: Set[str]) -> str:
     earlier = _tensors_of_one(code)
     first = code.make_model()
     if _check_fresh(first, earlier):
+        _check_tensor_hooks(first)
         make = code.make_model
         code = replace(code, make_model=lambda: copy.deepcopy(make()))
         first = code.make_model()
@@ -236,7 +239,9 @@ def _register(code: OwnCode, taken: Set[str]) -> str:
         chosen = OWN
         rates |= {OWN: learning_rate(made[0].param_groups[0]) or 0.0}
     task = OwnTask(name, code, score, 0)
-    digests = _digests(code, first, task.batch(0, 0))  # a forward may note in attributes what it draws
+    batch = task.batch(0, 0)
+    _check_is_read_again(code, batch)
+    digests = _digests(code, first, batch)  # a forward may note in attributes what it draws
     _try_one_step(task, first)
     label = type(first.get_submodule(code.trained[0]) if isinstance(first, ModelGroup) else first).__name__
     label = " + ".join(type(each).__name__ for each in first.children()) if isinstance(first, ModelGroup) else label
@@ -314,6 +319,7 @@ def _model_maker(
         return lambda: check_trained(as_model(model())), None, makers
     group = as_model(model, values=True)
     check_trained(group)
+    _check_tensor_hooks(group)
     _check_parameters(group, makers)
     try:
         memo: dict[int, Any] = {}
@@ -347,6 +353,16 @@ def _check_parameters(model: nn.Module, makers: dict[str, Any]) -> None:
             raise ValueError(
                 f"optimizer={type(given).__name__}: steps parameters that are not the model's; expected an optimizer "
                 "of model.parameters()."
+            )
+
+
+def _check_tensor_hooks(model: nn.Module) -> None:
+    """Raise a ValueError if weights have hooks, such as a mask of their gradients: a copy would train without them."""
+    for name, weight in model.named_parameters():
+        if weight._backward_hooks or weight._post_accumulate_grad_hooks:
+            raise ValueError(
+                f"model={type(model).__name__}: {name} has a hook, which a copy leaves out, and Reset and Compare need "
+                "copies; pass a function that makes the model and registers the hook, model=make_model."
             )
 
 
@@ -422,6 +438,28 @@ def _check_trains(model: nn.Module, loss: Tensor) -> None:
             "the loss depends on parameters of another model only, and the lab trains a copy of yours: expected the "
             "loss of the model that step= gets, step=lambda model, batch: …"
         )
+
+
+def _check_is_read_again(code: OwnCode, first: Any) -> None:
+    """Warn if a second run does not begin with the batch of the first one."""
+    batches = Batches(code.data, 0, code.generators)
+    tensors, again = tensors_in(first), tensors_in(batches.batch(0))
+    if len(tensors) != len(again) or not all(map(_is_same, tensors, again)):
+        data = getattr(code.data, "__name__", type(code.data).__name__)
+        text = (
+            f"data={data}: read again, it begins with another batch, so after Reset, and in Compare, each run has "
+            "other batches. Instead of a function that counts epochs, pass an object that counts them in its "
+            "attributes, as a sampler does; draw from the generators of torch, Python or NumPy, which the lab seeds."
+        )
+        warnings.warn_explicit(text, UserWarning, f"{_TOOL}()", 1)  # each time, not once for each text
+
+
+def _is_same(one: Tensor, other: Tensor) -> bool:
+    if (one.shape, one.dtype, one.layout) != (other.shape, other.dtype, other.layout):
+        return False
+    if one.layout is not torch.strided or one.is_nested or one.is_quantized:
+        return True
+    return bool(((one == other) | (one != one)).all())  # NaN may stand for what is missing
 
 
 def _digests(code: OwnCode, model: nn.Module, batch: Any) -> dict[str, str]:

@@ -9,6 +9,7 @@ from torch import nn
 import amplab.lab
 from amplab.lab import (
     TASKS,
+    Experiment,
     ExperimentConfig,
     Trainer,
 )
@@ -159,3 +160,50 @@ def test_a_model_on_mps_is_refused_with_what_to_do():
 def test_a_wrong_call_says_which_of_open_and_attach_to_use(kernel, call, words):
     with pytest.raises(TypeError, match=words):
         call()
+
+
+class Numbered:
+    """As a data module of Lightning, or a function in a notebook, that counts the epochs in which it is called."""
+
+    def __init__(self):
+        self.epoch = 0
+
+    def batches(self):
+        self.epoch += 1
+        return [(torch.roll(inputs, self.epoch), labels) for inputs, labels in TAGS]
+
+
+def test_data_that_are_others_for_each_run_are_told_each_time():
+    data = Numbered().batches
+    for _ in range(2):
+        with pytest.warns(UserWarning, match=r"data=.*each run has other batches.*pass an object"):
+            register_own(Tagger(), data, loss=F.cross_entropy)
+
+
+@pytest.mark.parametrize("register", ["register_hook", "register_post_accumulate_grad_hook"])
+def test_weights_with_hooks_are_refused_as_an_object_and_trained_from_a_function(register):
+    def masked():
+        torch.manual_seed(0)
+        model = Tagger()
+        getattr(model.words.weight, register)(FROZEN[register])
+        return model
+
+    with pytest.raises(ValueError, match=r"model=Tagger: words\.weight has a hook.*pass a function"):
+        registered(masked(), TAGS, loss=F.cross_entropy)
+    experiment = Experiment(registered(masked, TAGS, loss=F.cross_entropy))
+    before = experiment.model.words.weight.clone()
+    for _ in range(3):
+        experiment.step()
+    moved = (experiment.model.words.weight != before).any(1)
+    assert not moved[:6].any()
+    assert moved[6:].any()
+
+
+def rows_dropped(weight):
+    weight.grad[:6] = 0
+
+
+FROZEN = {
+    "register_hook": lambda grad: torch.cat([torch.zeros_like(grad[:6]), grad[6:]]),
+    "register_post_accumulate_grad_hook": rows_dropped,
+}

@@ -659,7 +659,7 @@ def test_a_schedule_goes_on_through_a_change_and_a_restart(make, level, tmp_path
     changed.save(tmp_path / "run.checkpoint", {})
     again, _ = Experiment.load(tmp_path / "run.checkpoint")
     assert seen + [again.step().loss for _ in range(4)] == losses
-    with pytest.raises(ValueError, match="a schedule sets the learning rate"):
+    with pytest.raises(ValueError, match="a schedule in a hook of it, sets the learning rate"):
         again.switch(again.config.changed(lr=0.3))
 
 
