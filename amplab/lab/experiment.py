@@ -100,6 +100,7 @@ SCORE_EVERY = 25
 
 _SAMPLED = ((200, 20), (2_000, 50), (math.inf, 200))  # until this step, a histogram of the gradients every so many
 
+_MOST_BYTES_CHECKED = 2**28  # of weights and masters
 _LEARNS_WRITTEN = 3  # steps; a teacher that follows equal weights does not move in the first one
 
 _NUMBERED = re.compile(r"models\[(\d+)\]\.")
@@ -693,6 +694,12 @@ class Experiment:
                 f"Twin trains one model with one optimizer, and {self._config.task} has {len(self._optimizers)} "
                 "optimizers; choose another task."
             )
+
+    @property
+    def can_be_checked(self) -> bool:
+        """Whether it has code of one's own and is small enough for a second one beside it, to see if that can load."""
+        weights = sum(each.nbytes for each in self._weights())
+        return self._is_own and weights <= _MOST_BYTES_CHECKED
 
     def nonfinite_buffers(self) -> tuple[str, ...]:
         """Return the names of the model's buffers that hold NaN or inf, which a skipped step keeps. Sync: one.

@@ -674,3 +674,39 @@ def test_a_log_of_it_opens_in_a_process_that_does_not_have_the_code(tmp_path):
     assert (len(run.history), str(run.config)) == (3, "amplab/1 task=own model=tagger opt_level=O1 optimizer=adam")
     with pytest.raises(ValueError, match=r"open it again with amplab\.lab\.open"):
         Experiment(run.config)
+
+
+class Late(Tagger):
+    """Makes a layer in its first forward, as code does that learns its sizes there."""
+
+    def forward(self, ids):
+        if not hasattr(self, "last"):
+            self.last = nn.Linear(5, 5)
+        return super().forward(ids)
+
+
+def test_a_run_that_a_restarted_kernel_cannot_continue_is_told_while_it_is_there(tmp_path):
+    trainer = Trainer(registered(Late, TAGS, loss=F.cross_entropy), log=tmp_path)
+    trainer.run(3)
+    (failure,) = trainer.failures
+    assert "a restarted kernel cannot continue this run" in failure.text
+    assert "unexpected key(s) last.weight, last.bias" in failure.text
+    trainer.run(3)
+    assert (len(trainer.history), len(trainer.failures)) == (6, 1)
+    trainer.stop()
+    assert trainer.wait(10)
+
+
+def test_the_check_of_a_checkpoint_leaves_what_hooks_share(tmp_path):
+    seen, model = [], Tagger()
+    model.out.register_forward_hook(lambda _module, _args, output: seen.append(output.mean().item()))
+    config = registered(model, TAGS, loss=F.cross_entropy)
+    del seen[:]
+    shown = seen  # another name for the list of the hook, as an object in a notebook has it
+    trainer = Trainer(config, log=tmp_path)
+    for number in (2, 4, 6):
+        trainer.run(2)
+        assert len(shown) == number
+    assert not trainer.failures
+    trainer.stop()
+    assert trainer.wait(10)
