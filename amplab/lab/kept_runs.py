@@ -149,6 +149,10 @@ class KeptRuns:
         numbers = ", ".join(str(run.number) for run in self.runs) or "none"
         raise ValueError(f"run {number} is not kept any more; the kept runs are {numbers}.")
 
+    def of_store(self, store: RunStore) -> KeptRun | None:
+        """Return a run by its store: it is kept in another object each time that it was present meanwhile."""
+        return next((each for each in self.runs if each.store is store), None)
+
     def can_continue(self, run: KeptRun) -> bool:
         """Return whether a run is still kept, with its weights, and is not in training; one that has failed, too."""
         return run in self.runs and (run.can_continue or (run.experiment is not None and not run.is_training))
@@ -230,7 +234,7 @@ class KeptRuns:
             raise ValueError(f"Name: {name!r} is {'taken' if name else 'empty'}; enter another name.")
         if name != old:
             self._set(run, "name", name)
-            self._record(f"Renamed {old} to {name}", lambda: self._set(run, "name", old))
+            self._record(f"Renamed {old} to {name}", lambda: self._set_again(run, "name", old))
 
     def show(self, number: int, *, is_shown: bool) -> None:
         """Draw or hide the line of a run, with undo.
@@ -244,7 +248,7 @@ class KeptRuns:
         if run.is_shown != is_shown:
             self._set(run, "is_shown", is_shown)
             text = f"{'Showed' if is_shown else 'Hid'} {run.name}"
-            self._record(text, lambda: self._set(run, "is_shown", not is_shown))
+            self._record(text, lambda: self._set_again(run, "is_shown", not is_shown))
 
     def touch(self) -> None:
         """Say that a run has changed."""
@@ -254,6 +258,13 @@ class KeptRuns:
     def _set(self, run: KeptRun, attribute: str, value: object) -> None:
         setattr(run, attribute, value)
         self.touch()
+
+    def _set_again(self, run: KeptRun, attribute: str, value: object) -> bool:
+        """Put back an attribute of a run; return False if the run is not kept any more."""
+        if (present := self.of_store(run.store)) is None:
+            return False
+        self._set(present, attribute, value)
+        return True
 
     def _bound_bytes(self) -> None:
         """Drop the experiments of the oldest runs until the rest fit into `MOST_BYTES`; save them before."""

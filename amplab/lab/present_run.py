@@ -353,14 +353,11 @@ class PresentRun:
             return
         store = replaced.store
 
-        def kept() -> KeptRun | None:  # another object, once the run was present meanwhile
-            return next((each for each in self.kept.runs if each.store is store), None)
-
         def can_continue() -> bool:
-            return (run := kept()) is not None and self.kept.can_continue(run)
+            return (run := self.kept.of_store(store)) is not None and self.kept.can_continue(run)
 
         def bring_back() -> bool:
-            return (run := kept()) is not None and self.bring_back(run, is_undo=True)
+            return (run := self.kept.of_store(store)) is not None and self.bring_back(run, is_undo=True)
 
         self.changes.record(text, bring_back, can_continue)
 

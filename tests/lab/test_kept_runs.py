@@ -586,3 +586,25 @@ def test_levels_are_compared_whose_weights_exceed_what_is_kept(trainer: Trainer,
     runs = trainer.kept.runs
     assert len(runs) > 3
     assert {len(run.history) for run in runs} == {5}
+
+
+def test_undo_of_a_rename_and_of_hiding_finds_the_run_after_it_was_present(trainer: Trainer) -> None:
+    """Each undo says that it took the change back: the run must have its name and its line again."""
+    trainer.run(3)
+    trainer.reset()
+    trainer.run(2)
+    number = trainer.kept.runs[0].number
+    trainer.kept.rename(number, "slow")
+    trainer.kept.show(number, is_shown=False)
+    trainer.continue_from(trainer.kept.runs[0])
+    trainer.undo()
+    trainer.wait()
+    trainer.kept.runs[0].is_shown = False
+    said = []
+    for _ in range(2):
+        said.append(trainer.last_change)
+        trainer.undo()
+        trainer.wait()
+    assert said == ["Hid slow", "Renamed Run 1 to slow"]
+    slow = next(run for run in trainer.kept.runs if len(run.history) == 3)
+    assert (slow.name, slow.is_shown) == ("Run 1", True)
