@@ -2,6 +2,9 @@
 
 A control takes effect at once in `state`, and in the thread at the next step boundary, where it is announced. A step
 that is made meanwhile can be withdrawn, so that a control need not wait for its end. The thread is in `worker.py`.
+
+A control takes effect as a whole or not at all: an exception or Ctrl-C in it leaves what was wanted and queued before.
+A state without its announcement would have steps withdrawn for ever.
 """
 
 from __future__ import annotations
@@ -11,15 +14,29 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 
+from amplab.lab.config import ExperimentConfig
 from amplab.lab.worker import Worker
 
 __all__ = ["Controls"]
+
+_WANTED = (
+    "state",
+    "config",
+    "stops",
+    "steps_asked",
+    "steps_left",
+    "_counted_from",
+    "_changes",
+    "_replacing",
+    "_setting",
+)  # what a control changes
 
 
 class Controls:
     """The controls of one trainer.
 
     Args:
+        config: In effect at first.
         step: Makes the next step of a run that goes on.
         announce: Called in the thread, with a state and a note, when it has come to the state.
         on_idle: Called under `lock` when the last change that waited is made.
@@ -30,6 +47,7 @@ class Controls:
         worker: The thread and its queue.
         lock: The worker's; guards the attributes of this object.
         state: As the last control wants it; see `Trainer`.
+        config: In effect once all changes that wait are made.
         announced: The state that the thread has come to.
         stops: Calls of `stop` whose effect is to come.
         steps_made: Also of runs that another has replaced.
@@ -40,6 +58,7 @@ class Controls:
 
     def __init__(
         self,
+        config: ExperimentConfig,
         *,
         step: Callable[[], None],
         announce: Callable[[str, str], None],
@@ -57,15 +76,16 @@ class Controls:
         )
         self.lock = self.worker.lock
         self.state = self.announced = "ready"
+        self.config = config
         self.stops = self.steps_made = 0
         self.steps_asked: int | None = None
         self.steps_left: int | None = None
         self.speed: float | None = None
         self._due = 0.0  # when the next step may begin, by time.monotonic()
         self._begun = self._counted_from = 0  # steps, and those of them that a start does not count
-        self._changes = set[Callable[[], None]]()  # that wait in the queue
-        self._replacing = set[Callable[[], None]]()  # those of them that may replace the present run
-        self._setting = set[Callable[[], None]]()  # and those whose state is set already
+        self._changes = frozenset[Callable[[], None]]()  # that wait in the queue, or are made now
+        self._replacing = frozenset[Callable[[], None]]()  # those that wait and may replace the present run
+        self._setting = frozenset[Callable[[], None]]()  # those that wait and whose state is set already
         self._answers = set[str]()
         self._is_withdrawn: bool | None = None  # the step that is made now, by a control; None between steps
         self._is_asked_for = False  # whether that step was asked for by itself
@@ -93,22 +113,42 @@ class Controls:
         if self.state in ("stopped", "failed"):
             raise RuntimeError(f"{call}: the run has {self.state}; call reset() to start again.")
 
+    def as_whole(self, control: Callable[[], None]) -> None:
+        """Call `control`; if it raises, also because of Ctrl-C, put back what was wanted and queued before.
+
+        The thread takes nothing from the queue meanwhile: it needs the lock.
+        """
+        with self.lock:
+            wanted, queued = {name: getattr(self, name) for name in _WANTED}, self.worker.queued
+            try:
+                control()
+            except BaseException:
+                vars(self).update(wanted)
+                self.worker.queued = queued
+                raise
+
     def enter(self, state: str, note: str = "", *, again: bool = False) -> None:
         """Want another state, or the same one again, and withdraw the step that is made now."""
-        with self.lock:
+
+        def enter() -> None:
             if self.state != state or again:
-                post = partial(self._come_to, state, note)
-                self.worker.post(post)  # first: Ctrl-C leaves no state without a thread
                 self.state = state
+                self.worker.post(partial(self._come_to, state, note))
                 self.withdraw(ends_run=state in ("ready", "stopped"))
+
+        self.as_whole(enter)
 
     def start(self, steps: int | None) -> None:
         """Want steps to be made: so many after the one that is made now, or None for no limit."""
-        self.steps_asked = self.steps_left = steps
-        self._counted_from = self._begun
-        if self.state != "running":
-            self._due = 0.0
-        self.enter("running")
+
+        def start() -> None:
+            self.steps_asked = self.steps_left = steps
+            self._counted_from = self._begun
+            if self.state != "running":
+                self._due = 0.0
+            self.enter("running")
+
+        self.as_whole(start)
 
     def pause(self) -> None:
         """Want no more steps, if some are wanted."""
@@ -120,8 +160,7 @@ class Controls:
         """Limit the steps per second; the next step is due as long after the last one as the new speed says."""
         with self.lock:
             begun = self._due - _period(self.speed)
-            self.speed = speed
-            self._due = begun + _period(speed)
+            self.speed, self._due = speed, begun + _period(speed)  # at once: the due time is of this speed
             self.worker.wake()
 
     def change(self, make: Callable[[], object], *, replaces: bool = False, sets_state: bool = False) -> None:
@@ -137,30 +176,25 @@ class Controls:
         """
 
         def make_once() -> None:
-            self._replacing.discard(make_once)
-            self._setting.discard(make_once)
+            with self.lock:
+                self._replacing -= {make_once}
+                self._setting -= {make_once}
             try:
                 make()
             finally:
                 with self.lock:
-                    self._changes.discard(make_once)
+                    self._changes -= {make_once}
                     if not self._changes:
                         self._on_idle()
 
-        with self.lock:
-            try:
-                self._changes.add(make_once)  # first: an interrupt may come once it is posted
-                if replaces:
-                    self._replacing.add(make_once)
-                if sets_state:
-                    self._setting.add(make_once)
-                self.worker.post(make_once)
-            except BaseException:  # in a forked process, or Ctrl-C
-                self._changes.discard(make_once)
-                self._replacing.discard(make_once)
-                self._setting.discard(make_once)
-                raise
+        def want() -> None:
+            self._changes |= {make_once}
+            self._replacing |= {make_once} if replaces else set()
+            self._setting |= {make_once} if sets_state else set()
+            self.worker.post(make_once)
             self.withdraw()
+
+        self.as_whole(want)
 
     def in_turn(self, make: Callable[[], object]) -> None:
         """Make at once what does not wait for a step, or after the changes that wait."""

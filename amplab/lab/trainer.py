@@ -17,11 +17,12 @@ import traceback
 import weakref
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from functools import partial
+from functools import partial, wraps
 from numbers import Integral
 from operator import methodcaller
 from os import PathLike
 from pathlib import Path
+from typing import Concatenate, ParamSpec
 
 from amplab import kernels
 from amplab.amp import MemoryUse
@@ -78,6 +79,19 @@ _EXIT_SECONDS = 5.0
 _PAUSE_SECONDS = 2.0  # in which a pause explains left-over skips; the others have a button
 
 
+P = ParamSpec("P")
+
+
+def _as_whole(control: Callable[Concatenate[Trainer, P], None]) -> Callable[Concatenate[Trainer, P], None]:
+    """Let a control take effect as a whole or not at all; see `controls.py`."""
+
+    @wraps(control)
+    def whole(self: Trainer, /, *args: P.args, **kwargs: P.kwargs) -> None:
+        self._controls.as_whole(partial(control, self, *args, **kwargs))
+
+    return whole
+
+
 class Trainer:
     """Runs one experiment.
 
@@ -125,7 +139,9 @@ class Trainer:
         self._exchange = exchange
         self._step_limit = step_limit
         self._publisher = Publisher()
+        config = config or ExperimentConfig()
         self._controls = Controls(
+            config,
             step=self._train,
             announce=self._announce,
             on_idle=self._want_present,
@@ -133,12 +149,9 @@ class Trainer:
             on_rest=lambda: self._run.save_paused(),  # noqa: PLW0108
         )
         self._worker = self._controls.worker
-        self._run = PresentRun(
-            config or ExperimentConfig(), log, controls=self._controls, publisher=self._publisher, exchange=exchange
-        )
+        self._run = PresentRun(config, log, controls=self._controls, publisher=self._publisher, exchange=exchange)
         self._comparison: Comparison | None = None
-        self._lock = self._controls.lock  # guards the attribute below
-        self._wanted = self._run.config  # once all changes that are queued are made
+        self._lock = self._controls.lock
         self._trace: tuple[object, TraceReady] | None = None  # the last one that was requested, and of what step
         self._paced: float | None = None  # the speed as the changes that are made have left it
         self._has_reported_kernels = False
@@ -158,7 +171,7 @@ class Trainer:
     @property
     def wanted_config(self) -> ExperimentConfig:
         """The config that will be in effect once all changes that wait are made; what a control begins from."""
-        return self._wanted
+        return self._controls.config
 
     @property
     def history(self) -> History:
@@ -262,6 +275,7 @@ class Trainer:
         """Call `callback` with every event, in the trainer's thread; return a function that ends this."""
         return self._publisher.subscribe(callback)
 
+    @_as_whole
     def start(self, steps: int | None = None) -> None:
         """Train until paused, or for `steps` more steps.
 
@@ -271,10 +285,9 @@ class Trainer:
         """
         if steps is not None:
             _check_steps(steps)
-        with self._lock:
-            self._controls.refuse_unless_alive("start()")
-            self._run.paused_by = None
-            self._controls.start(steps)
+        self._controls.refuse_unless_alive("start()")
+        self._controls.start(steps)
+        self._run.paused_by = None
 
     def resume(self) -> None:
         """Continue after a pause; the same as `start()`."""
@@ -287,17 +300,18 @@ class Trainer:
         """
         self._controls.pause()
 
+    @_as_whole
     def step(self) -> None:
         """Train one step, then pause. A change that is made meanwhile waits for it; a reset and a stop do not.
 
         Raises:
             RuntimeError: The run has stopped or failed; call reset() first.
         """
-        with self._lock:
-            self._controls.refuse_unless_alive("step()")
-            self._worker.post(self._train_once)
-            self._controls.enter("paused")
+        self._controls.refuse_unless_alive("step()")
+        self._worker.post(self._train_once)
+        self._controls.enter("paused")
 
+    @_as_whole
     def step_in_stages(self, parameter: str | None = None) -> None:
         """Train one step that is recorded in its stages, then pause; a `StagesReady` follows its `StepRecord`.
 
@@ -309,10 +323,9 @@ class Trainer:
         Raises:
             RuntimeError: The run has stopped or failed; call reset() first.
         """
-        with self._lock:
-            self._controls.refuse_unless_alive("step_in_stages()")
-            self._worker.post(partial(self._train_in_stages, parameter))
-            self._controls.enter("paused")
+        self._controls.refuse_unless_alive("step_in_stages()")
+        self._worker.post(partial(self._train_in_stages, parameter))
+        self._controls.enter("paused")
 
     def set_speed(self, speed: float | None) -> None:
         """Limit how many steps the run takes per second, from now on; the steps themselves do not change.
@@ -341,13 +354,13 @@ class Trainer:
             self._run.changes.record(text, partial(self._pace, previous, is_undo=True), kind="speed")
         self._controls.pace(speed)
 
+    @_as_whole
     def stop(self) -> None:
         """End the run and close its log. A reset starts a new run."""
-        with self._lock:
-            self.stop_comparison()
-            self._controls.stops += 1
-            self._controls.enter("stopped")
-            self._worker.post(self._run.end_logs)
+        self.stop_comparison()
+        self._controls.stops += 1
+        self._controls.enter("stopped")
+        self._worker.post(self._run.end_logs)
 
     def reset(self, config: ExperimentConfig | None = None, *, name: str | None = None) -> None:
         """Start again from the seed: new weights, an empty history, a new log. The present run is kept in `kept`.
@@ -360,36 +373,36 @@ class Trainer:
             ValueError: Its task is code of one's own that this process does not have, or its batch is larger than the
                 training set.
         """
-        self._reset(config or self._wanted, lambda: self._run.rebuild(config or self.config, name))
+        self._reset(config or self._controls.config, lambda: self._run.rebuild(config or self.config, name))
 
-    def reset_with(self, **fields: object) -> None:
+    @_as_whole
+    def reset_with(self, /, **fields: object) -> None:
         """Start again, as `reset`, with some fields of the config changed; changes that are queued are made first.
 
         Raises:
             ValueError: An unknown field, or a value that the field does not accept.
         """
-        with self._lock:
-            change = methodcaller("changed", **fields)
-            self._reset(change(self._wanted), lambda: self._run.with_changed(change, self._run.rebuild))
+        change = methodcaller("changed", **fields)
+        self._reset(change(self._controls.config), lambda: self._run.with_changed(change, self._run.rebuild))
 
-    def restart_with(self, **fields: object) -> None:
+    @_as_whole
+    def restart_with(self, /, **fields: object) -> None:
         """Start again, as `reset_with`; if the run goes on, so does the new one, for all the steps it was asked for.
 
         Raises:
             ValueError: An unknown field, or a value that the field does not accept.
         """
-        with self._lock:
-            goes_on, steps = self.state == "running", self._controls.steps_asked
-            self.reset_with(**fields)
-            if goes_on:
-                self.start(steps)
+        goes_on, steps = self.state == "running", self._controls.steps_asked
+        self.reset_with(**fields)
+        if goes_on:
+            self.start(steps)
 
+    @_as_whole
     def _reset(self, wanted: ExperimentConfig, rebuild: Callable[[], object]) -> None:
         self._run.experiment.check_task(wanted)
-        with self._lock:
-            self._controls.change(rebuild, replaces=True, sets_state=True)
-            self._wanted = wanted
-            self._controls.enter("ready", again=True)
+        self._controls.change(rebuild, replaces=True, sets_state=True)
+        self._controls.config = wanted
+        self._controls.enter("ready", again=True)
 
     def change(self, **fields: object) -> None:
         """Change fields of the config at the next step boundary; weights and optimizer state are kept.
@@ -409,13 +422,14 @@ class Trainer:
         """
         self._change(methodcaller("with_rate", rate))
 
+    @_as_whole
     def _change(self, change: Callable[[ExperimentConfig], ExperimentConfig]) -> None:
-        with self._lock:
-            config = change(self._wanted)
-            self._run.experiment.check_switch(self._wanted, config)
-            self._controls.change(lambda: self._run.with_changed(change, self._run.switch))
-            self._wanted = config
+        config = change(self._controls.config)
+        self._run.experiment.check_switch(self._controls.config, config)
+        self._controls.change(lambda: self._run.with_changed(change, self._run.switch))
+        self._controls.config = config
 
+    @_as_whole
     def apply(self, remedy: ConfigRemedy) -> None:
         """Make the change of a remedy: at the next step boundary, or by starting again if it says so.
 
@@ -425,10 +439,9 @@ class Trainer:
         if not remedy.restarts:
             self.change(**remedy.changes)
             return
-        with self._lock:
-            self.restart_with(**remedy.changes)
-            if self.state != "running":
-                self.start()
+        self.restart_with(**remedy.changes)
+        if self.state != "running":
+            self.start()
 
     def undo(self) -> None:
         """Take back the latest change of the config, fault, reset or change of `kept`; no effect if there is none.
@@ -438,6 +451,7 @@ class Trainer:
         """
         self._controls.change(self._run.take_back, replaces=True)  # if the change was a reset
 
+    @_as_whole
     def continue_from(self, run: KeptRun) -> None:
         """Continue a kept run, bit for bit as if it had not been replaced; the present run is kept.
 
@@ -446,21 +460,21 @@ class Trainer:
                 since they were dropped, in memory or on disk.
         """
         self._run.kept.check_can_continue(run)
-        with self._lock:
-            self._controls.change(partial(self._run.bring_back, run), replaces=True)
-            self._wanted = run.config
+        self._controls.change(partial(self._run.bring_back, run), replaces=True)
+        self._controls.config = run.config
 
+    @_as_whole
     def continue_saved(self, checkpoint: Checkpoint) -> None:
         """Continue a run of another process from its checkpoint, bit for bit as if not interrupted, once it is started.
 
         The present run pauses and is kept. The new log begins with the steps up to the checkpoint; the old one does not
         change. A checkpoint that cannot be read is a `Failed`, and the present run does not change.
         """
-        with self._lock:
-            self._controls.pause()  # now: a start that comes while it is read is one of the saved run
-            self._controls.change(partial(self._run.restore, checkpoint), replaces=True)
-            self._wanted = checkpoint.config
+        self._controls.pause()  # now: a start that comes while it is read is one of the saved run
+        self._controls.change(partial(self._run.restore, checkpoint), replaces=True)
+        self._controls.config = checkpoint.config
 
+    @_as_whole
     def compare(self, configs: Sequence[ExperimentConfig] | None = None, *, steps: int = 300) -> None:
         """Train other experiments beside this one, one after the other, each `steps` steps; they are added to `kept`.
 
@@ -474,14 +488,11 @@ class Trainer:
             ValueError: `steps` is not a whole number > 0.
         """
         _check_steps(steps)
-        with self._lock:
-            self.stop_comparison()
-            chosen = levels_of(self._wanted) if configs is None else configs
-            comparison = self._new_comparison(chosen, steps)
-            self._worker.post(
-                partial(self._advance_comparison, comparison)
-            )  # first: Ctrl-C leaves none that never ends
-            self._comparison = comparison
+        self.stop_comparison()
+        chosen = levels_of(self._controls.config) if configs is None else configs
+        comparison = self._new_comparison(chosen, steps)
+        self._worker.post(partial(self._advance_comparison, comparison))
+        self._comparison = comparison  # last: what is shown is queued
 
     def stop_comparison(self) -> None:
         """End `compare` at the next step boundary, also one that waits; what was trained stays in `kept`."""
@@ -533,7 +544,7 @@ class Trainer:
         Raises:
             ValueError: There is no such level.
         """
-        config = self._wanted.changed(opt_level=opt_level)
+        config = self._controls.config.changed(opt_level=opt_level)
         self._request(f"trace at {opt_level}", lambda: LevelTraced(Experiment(config).trace(), opt_level))
 
     def request_inputs(self, index: int) -> None:
@@ -557,7 +568,7 @@ class Trainer:
         Raises:
             ValueError: There is no such level.
         """
-        config = self._wanted.changed(opt_level=opt_level)
+        config = self._controls.config.changed(opt_level=opt_level)
         self._request(f"memory at {opt_level}", lambda: MemoryCounted(level_memory(config)))
 
     def request_gradients(self) -> None:
@@ -649,7 +660,7 @@ class Trainer:
         self._controls.answer(name, publish)
 
     def _want_present(self) -> None:
-        self._wanted = self.config
+        self._controls.config = self.config
         if self._run.failure is not None and self.state != "stopped":  # no other run has come in its place
             self._controls.enter("failed")
         self._worker.post(self._run.save_paused)
@@ -858,7 +869,7 @@ if hasattr(os, "register_at_fork"):
 
 def tasks_in_use() -> set[str]:
     """Return the tasks of all experiments of this process, and of the runs that are kept beside them."""
-    configs = [(each.config, each._wanted, *(run.config for run in each.kept.runs)) for each in list(_LIVE)]
+    configs = [(each.config, each.wanted_config, *(run.config for run in each.kept.runs)) for each in list(_LIVE)]
     return {config.task for those in configs for config in those}
 
 

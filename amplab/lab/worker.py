@@ -87,6 +87,15 @@ class Worker:
                 self._queue.append(command)
                 self.wake()
 
+    @property
+    def queued(self) -> tuple[Callable[[], None], ...]:
+        """The commands that wait; the holder of `lock` may put back those of before."""
+        return tuple(self._queue)
+
+    @queued.setter
+    def queued(self, commands: tuple[Callable[[], None], ...]) -> None:
+        self._queue = deque(commands)
+
     def wake(self) -> None:
         """Check again whether a step is wanted, and when it is due."""
         with self.lock:

@@ -10,7 +10,7 @@ import pytest
 import torch
 from interrupts import PACKAGE, interrupted_everywhere
 
-from amplab.lab import ExperimentConfig, Failed, StepRecord, Trainer
+from amplab.lab import ExperimentConfig, Failed, StateChanged, StepRecord, Trainer
 
 SMALL = ExperimentConfig(hidden=16)
 FILES = [f"{PACKAGE}/lab/{name}.py" for name in ("trainer", "present_run", "controls", "worker")]
@@ -29,6 +29,7 @@ CONTROLS = {
     "inject": lambda trainer: trainer.inject("nan"),
     "request": Trainer.request_trace,
     "undo": Trainer.undo,
+    "restart": lambda trainer: (trainer.start(3), trainer.restart_with(hidden=8)),
     "stop": Trainer.stop,
 }
 
@@ -98,6 +99,47 @@ def test_ctrl_c_in_a_control_leaves_no_change_that_is_waited_for(control):
             assert len(trainer.history) == 2, interrupt
             assert trainer.wanted_config == trainer.config, interrupt
         trainers.clear()
+
+
+@pytest.mark.parametrize("control", ["start", "step", "reset", "restart", "stop"])
+def test_ctrl_c_in_a_control_leaves_the_state_that_was_announced(control):
+    """Else each step of a comparison would be taken back for a state that never comes, again and again."""
+    trainers, announced = [], []
+
+    def act():
+        trainer = Trainer(SMALL.changed(accumulate=2))
+        trainer.subscribe(lambda event: announced.append(event.state) if isinstance(event, StateChanged) else None)
+        trainers.append(trainer)
+        CONTROLS[control](trainer)
+
+    for interrupt in itertools.islice(interrupted_everywhere(act, folders=FILES, every=7), 30):
+        if trainers:
+            trainer = trainers.pop()
+            assert trainer.wait(20), interrupt
+            assert trainer.state == (announced or ["ready"])[-1], interrupt
+            assert (trainer.state == "ready") == (not len(trainer.history) and "stopped" not in announced), interrupt
+            trainer.compare([trainer.config], steps=1)
+            assert trainer.wait(20), interrupt
+        trainers.clear()
+        announced.clear()
+
+
+def test_ctrl_c_in_compare_leaves_no_comparison_or_one_that_can_be_stopped():
+    """Else a comparison that nothing shows trains all its steps, and nothing ends it."""
+    trainers = []
+
+    def act():
+        trainers.append(Trainer(SMALL))
+        trainers[-1].compare([SMALL], steps=10**6)
+
+    for interrupt in itertools.islice(interrupted_everywhere(act, folders=FILES, every=7), 30):
+        if trainers:
+            trainer = trainers.pop()
+            trainer.stop_comparison()
+            assert trainer.wait(20), interrupt
+            assert trainer.comparison is None, interrupt
+    for trainer in trainers:  # that of the call without an interrupt
+        trainer.stop_comparison()
 
 
 class Unprintable(Exception):
