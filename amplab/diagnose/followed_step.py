@@ -17,12 +17,12 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from amplab.diagnose.observed_step.blame import Blame, blame
 from amplab.diagnose.observed_step.values import NamedMemory, ObservedStep, StepWatcher, memory_of, named_tensors
 from amplab.formats.kept_property import kept_property
+from amplab.policies.casting.function_modes import without_function_modes
 from amplab.trace.argument_checks import check_model
 from amplab.trace.as_found import Undo
 from amplab.trace.engines import compiled_functions_eagerly
@@ -31,7 +31,6 @@ from amplab.trace.recorder import Recorder
 __all__ = ["FollowedStep", "followed_step"]
 
 _GRADIENT = "gradient"
-_unseen_by_engines = torch._C.DisableTorchFunction
 
 
 class FollowedStep:
@@ -66,7 +65,7 @@ class FollowedStep:
         """Record the loss, before it is scaled, and return it. Without it only gradients are checked."""
         if not isinstance(value, Tensor):
             raise TypeError(f"loss({value!r}): expected the tensor that backward starts from, before .item().")
-        with _unseen_by_engines():
+        with without_function_modes():
             self._watcher.note_loss(value)
         return value
 

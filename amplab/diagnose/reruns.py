@@ -25,6 +25,7 @@ from amplab.diagnose.observed_step.tensor_summary import Measurements
 from amplab.diagnose.observed_step.values import measured_in, writes_values
 from amplab.formats import LOW_PRECISION_DTYPES
 from amplab.formats.stored_values import stored_values
+from amplab.policies.casting.function_modes import without_function_modes
 from amplab.policies.nested_tensors import map_tensors
 from amplab.trace.argument_checks import check_loss, check_step
 from amplab.trace.as_found import leaves_as_found
@@ -115,7 +116,7 @@ def gradients_of(
     with (
         _run(model, step, casting, loss_scale, whole=_chosen(model, number_format)),
         torch.no_grad(),
-        torch._C.DisableTorchFunction(),  # not to be cast
+        without_function_modes(),  # not to be cast
     ):
         found = {name: each.grad for name, each in model.named_parameters() if each.grad is not None}
         found = {name: grad for name, grad in found.items() if not grad.is_complex()}
@@ -155,7 +156,7 @@ def headroom(
     seen = _Backward()
     with _run(model, step, casting, loss_scale, backward=seen) as loss:
         ours = len(seen.measured)
-        with torch._C.DisableTorchFunction():  # not to be cast
+        with without_function_modes():  # not to be cast
             seen.measure(each.grad for each in model.parameters() if each.grad is not None)
         result = _result_of(model, loss, loss_scale)
     seen.measured.settle()
@@ -237,7 +238,7 @@ def losses_in_float32(
                 losses.append(loss.item())
                 gradients.park_leaves_of(loss)
                 torch.autograd.backward(loss.float())
-                with torch.no_grad(), torch._C.DisableTorchFunction():
+                with torch.no_grad(), without_function_modes():
                     _move(model, rates)
     finally:
         _clear_caches()
@@ -266,7 +267,7 @@ class _Backward(DispatchMode):
     def run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         result = func(*args, **kwargs)
         if _current_node() is not None and not torch.is_grad_enabled() and writes_values(func):
-            with torch._C.DisableTorchFunction():
+            with without_function_modes():
                 self.measure((result,))
         return result
 

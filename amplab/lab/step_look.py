@@ -38,7 +38,7 @@ from amplab.diagnose.train_step.rehearsal import Rehearsal
 from amplab.display.numbers import count
 from amplab.lab.scale_probe import ScaleProbe
 from amplab.lab.watched_run import NO_LEVEL
-from amplab.policies.casting.function_modes import OwnMode, function_modes
+from amplab.policies.casting.function_modes import OwnMode, function_modes, without_function_modes
 from amplab.policies.casting.thread_scopes import THREAD
 from amplab.policies.signals import is_interrupt
 from amplab.scalers.unscaler import is_sharded
@@ -53,8 +53,6 @@ __all__ = ["StepLook"]
 T = TypeVar("T")
 _EVERY = 1000  # steps from one look to the next
 _TRIES = 20  # looks that may end because the step is skipped; then the next one is _EVERY steps later
-
-_unseen_by_engines = torch._C.DisableTorchFunction
 
 
 class StepLook:
@@ -389,7 +387,7 @@ class _ValueLook:
         self._undo.end()
 
     def see_loss(self, loss: Tensor) -> None:
-        with _unseen_by_engines():
+        with without_function_modes():
             self._watcher.inner.note_loss(loss)
 
     def findings(self) -> list[Finding]:

@@ -31,10 +31,10 @@ import torch
 from torch import Tensor, nn
 
 from amplab.amp import ScaleRecord, Session
-from amplab.amp.backward.gradients import bookkeeping
 from amplab.formats.exponents import BINS, LOWEST_EXPONENT
 from amplab.formats.stored_values import stored_values
 from amplab.kernels import TensorStats, tensor_stats
+from amplab.policies.casting.function_modes import without_function_modes
 from amplab.scalers import DynamicScale
 
 if TYPE_CHECKING:
@@ -100,7 +100,7 @@ def snapshot(name: str, tensor: Tensor, *, sample: bool = False) -> Snapshot:
 
     Sync: a few.
     """
-    with torch.no_grad(), bookkeeping():
+    with torch.no_grad(), without_function_modes():
         values = tensor.detach()
         values = values.to_dense() if values.is_sparse else values
         (stats,) = tensor_stats([values], low=LOWEST_EXPONENT, bins=BINS).read()
@@ -406,7 +406,7 @@ class StageRecorder:
         def see(grad: Tensor) -> None:
             self._attempt(name, partial(copy, grad))
 
-        with bookkeeping():
+        with without_function_modes():
             if tensor.requires_grad:
                 self._keep(tensor.register_hook(see))
 
@@ -414,7 +414,7 @@ class StageRecorder:
         name = f"gradient of {each.seen.name}"
 
         def see(weight: Tensor) -> None:
-            with bookkeeping():
+            with without_function_modes():
                 grad = weight.grad
             if grad is not None and not each.is_done:
                 each.has_new_gradient = True
@@ -434,7 +434,7 @@ class StageRecorder:
             self._attempt(each.seen.name, partial(self._see_unscaled, each))
 
     def _note_check(self, record: ScaleRecord, optimizers: set[int]) -> None:
-        with torch.no_grad(), bookkeeping():
+        with torch.no_grad(), without_function_modes():
             grads = [grad for number in optimizers for grad in _gradients(self._session, self._optimizers[number])]
             stats = tensor_stats(grads).read() if grads else ()
         change = self._scale_change(record)
@@ -456,7 +456,7 @@ class StageRecorder:
         )
 
     def _see_unscaled(self, each: _Watched) -> None:
-        with bookkeeping():
+        with without_function_modes():
             grad = each.stepped.grad
         seen = None if grad is None else snapshot(f"gradient of {each.seen.name}, unscaled", grad)
         each.note(unscaled=seen, check=len(self._checks) - 1)
@@ -470,7 +470,7 @@ class StageRecorder:
         return hook
 
     def _before_step(self, each: _Watched) -> None:
-        with bookkeeping():
+        with without_function_modes():
             grad = each.stepped.grad
         checked = each.seen.unscaled
         if grad is None or checked is None:  # the gradients of a skipped step are parked
@@ -499,7 +499,7 @@ def _gradients(session: Session, optimizer: torch.optim.Optimizer) -> Iterable[T
 def _first_floating(value: Any) -> Tensor | None:
     """Return the first floating-point tensor in nested tuples, lists and dicts."""
     if isinstance(value, Tensor):
-        with bookkeeping():
+        with without_function_modes():
             return value if value.is_floating_point() else None
     if isinstance(value, dict):
         value = tuple(value.values())

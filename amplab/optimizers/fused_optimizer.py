@@ -28,6 +28,7 @@ from torch.optim import Optimizer
 from amplab.formats import LOW_PRECISION_DTYPES
 from amplab.kernels import is_refusal, unscale_, unscaled_norm
 from amplab.optimizers.group_settings import REQUIRED, check_settings, groups_with_rates
+from amplab.policies.casting.function_modes import without_function_modes
 from amplab.scalers import is_sharded, local_shard, to_device
 
 __all__ = ["FusedOptimizer", "StepBatch", "new_state"]
@@ -186,7 +187,7 @@ class FusedOptimizer(Optimizer):
                 loss = closure()
         scale, found_inf = getattr(self, "grad_scale", None), getattr(self, "found_inf", None)
         norm = self._norm_found_with(found_inf)
-        with torch.no_grad(), torch._C.DisableTorchFunction():
+        with torch.no_grad(), without_function_modes():
             for group, count in zip(self.param_groups, self._counts, strict=False):
                 if group.get("step") is not count:
                     self._count_from(group)
@@ -208,7 +209,7 @@ class FusedOptimizer(Optimizer):
 
         Sync: none.
         """
-        with torch._C.DisableTorchFunction():
+        with without_function_modes():
             grads = [grad for grad in self._grads(self._listed()) if grad is not None]
             if not grads:
                 return {}
@@ -229,7 +230,7 @@ class FusedOptimizer(Optimizer):
 
         Sync: none.
         """
-        with torch._C.DisableTorchFunction():
+        with without_function_modes():
             grads = [grad for grad in self._grads(self._listed()) if grad is not None]
             if self.keeps_grads_scaled or not grads or any(grad.dtype in LOW_PRECISION_DTYPES for grad in grads):
                 return None

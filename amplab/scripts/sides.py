@@ -17,6 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from amplab.policies.casting.function_modes import without_function_modes
+
 __all__ = [
     "CPU", "CUDA", "HOST", "PINNED", "STANDS_FOR", "copied", "device_of", "is_marked", "mark", "mark_storage", "moved",
     "side_of", "side_of_device", "side_of_storage",
@@ -127,7 +129,7 @@ def _memory(tensor: Tensor) -> Any:
     """Return what the mark of ``tensor`` is on: its storage or, for layouts without one, the tensor itself."""
     try:
         if torch._C._is_torch_function_mode_enabled():
-            with torch._C.DisableTorchFunction():
+            with without_function_modes():
                 return _storage_of(tensor)
         return _storage_of(tensor)
     except (NotImplementedError, RuntimeError):  # sparse, nested, wrapped by functorch

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from amplab.policies.casting.function_modes import without_function_modes
 from amplab.scalers import is_sharded
 
 __all__ = [
@@ -152,7 +153,7 @@ def check_loss(loss: Any, model: nn.Module, name: str = "step", *, whole: bool =
     Raises:
         TypeError, ValueError: it is something else.
     """
-    with torch._C.DisableTorchFunction():  # without active casts
+    with without_function_modes():  # without active casts
         if not isinstance(loss, Tensor):
             raise TypeError(
                 f"{name} returned {type(loss).__name__}: expected the loss as a tensor with one element; "

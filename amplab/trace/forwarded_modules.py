@@ -11,6 +11,7 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.nn.parameter import is_lazy
 from torch.utils._python_dispatch import _disable_current_modes
 
+from amplab.policies.casting.function_modes import without_function_modes
 from amplab.trace.as_found import Undo, rebind
 from amplab.trace.tensor_copies import TensorCopy, restore_all
 
@@ -59,11 +60,11 @@ def buffers_kept(model: nn.Module | None = None) -> Iterator[None]:
         if get_ident() == thread and id(module) not in known:
             known.add(id(module))
             # These copies are not ops of the step, so they are neither cast nor recorded.
-            with torch._C.DisableTorchFunction(), _disable_current_modes():
+            with without_function_modes(), _disable_current_modes():
                 seen.append(_Buffers.of(module))
 
     def restore() -> None:
-        with torch._C.DisableTorchFunction():
+        with without_function_modes():
             for each in seen:
                 each.restore()
 

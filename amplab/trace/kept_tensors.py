@@ -18,14 +18,13 @@ from itertools import accumulate, count, islice
 import torch
 from torch import Tensor, nn
 
+from amplab.policies.casting.function_modes import without_function_modes
 from amplab.trace.weight_casts import WeightCasts
 
 __all__ = ["KeptBytes", "KeptTensors", "memory_of"]
 
 _Change = tuple[str, bool, int, int]
 """Module, whether it is a cast of a weight, bytes, negative once they are freed; number of the storage."""
-
-_without_torch_function = torch._C.DisableTorchFunction
 
 
 @dataclass(frozen=True)
@@ -58,7 +57,7 @@ class KeptTensors:
     """
 
     def __init__(self, model: nn.Module) -> None:
-        with _without_torch_function():
+        with without_function_modes():
             tensors = (each for module in model.modules() for each in _own_tensors(module))
             self._owned = {memory_of(tensor)[0] for tensor in tensors}
         self._live: dict[int, weakref.ref[_Kept]] = {}
@@ -75,7 +74,7 @@ class KeptTensors:
         """
 
         def keep(tensor: Tensor) -> tuple[_Kept | None, Tensor]:
-            with _without_torch_function():
+            with without_function_modes():
                 address, size = memory_of(tensor)
             if address in self._owned:
                 return None, tensor

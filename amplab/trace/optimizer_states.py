@@ -15,6 +15,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from amplab.amp.apex.before_initialize import hooks_of
 from amplab.amp.apex.hooked_optimizer import HookedOptimizer
+from amplab.policies.casting.function_modes import without_function_modes
 from amplab.trace.as_found import Undo, rebind
 from amplab.trace.optimizer_hooks import observe_steps
 from amplab.trace.random_states import restorers
@@ -36,11 +37,11 @@ def unchanged_optimizers() -> Iterator[None]:
     def remember(optimizer: Optimizer, *_arguments: object) -> None:
         if id(optimizer) not in seen:
             # These copies are not ops of the step, so they are neither cast nor recorded.
-            with torch._C.DisableTorchFunction(), _disable_current_modes():
+            with without_function_modes(), _disable_current_modes():
                 seen[id(optimizer)] = OptimizerState.of(optimizer)
 
     def restore() -> None:
-        with torch._C.DisableTorchFunction():
+        with without_function_modes():
             for state in seen.values():
                 state.restore()
 

@@ -25,6 +25,7 @@ from amplab.policies import (
     cpu_half_mode,
     explaining,
 )
+from amplab.policies.casting.function_modes import without_function_modes
 from amplab.policies.modules.module_regions import module_rule_of_op
 from amplab.policies.signals import is_interrupt
 from amplab.trace.as_found import Undo
@@ -43,7 +44,6 @@ __all__ = ["Event", "Observer", "Place", "Recorder"]
 T = TypeVar("T")
 _current_node = torch._C._current_autograd_node
 _next_sequence_number = torch._C._autograd._get_sequence_nr
-_without_torch_function = torch._C.DisableTorchFunction
 _CAST = torch.ops.aten._to_copy.default
 _CACHES_NOTHING = "", ()
 _NO_NODE = "", "", None, ""
@@ -359,5 +359,5 @@ class _Ops(DispatchMode):
 
     def run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         # Calls in here are not the model's: they are neither named nor cast.
-        with _without_torch_function():
+        with without_function_modes():
             return self._record(func, args, kwargs)

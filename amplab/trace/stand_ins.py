@@ -18,13 +18,13 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from amplab.parallel.ranks import exchanges_in_forward, has_other_ranks
+from amplab.policies.casting.function_modes import without_function_modes
 from amplab.trace.as_found import Undo
 from amplab.trace.engines import clear_cast_caches
 
 __all__ = ["apart", "stand_ins"]
 
 
-_unseen_by_engines = torch._C.DisableTorchFunction
 _HOOKS = "_backward_hooks", "_post_accumulate_grad_hooks"
 
 
@@ -79,7 +79,7 @@ def stand_ins(tensors: Iterable[Tensor], *, copied: bool = False) -> Iterator[No
     with Undo() as undo:
         undo.add(clear_cast_caches)
         clear_cast_caches()  # a cached cast belongs to the graph of the tensor that was cast
-        with _unseen_by_engines():
+        with without_function_modes():
             for tensor in tensors:
                 if tensor.is_leaf and type(tensor.data) is Tensor:
                     stand_in = _StandIn.of(tensor, _copy(tensor, storages) if copied else tensor.data)

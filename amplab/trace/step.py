@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import CheckpointError
 
+from amplab.policies.casting.function_modes import without_function_modes
 from amplab.trace.argument_checks import check_loss, check_step
 from amplab.trace.as_found import leaves_as_found
 from amplab.trace.engines import clear_cast_caches
@@ -155,7 +156,7 @@ def explains_second_backward(model: nn.Module) -> Iterator[None]:
 
 
 def _has_gradients(model: nn.Module) -> bool:
-    with torch._C.DisableTorchFunction():
+    with without_function_modes():
         return any(each.grad is not None for each in model.parameters())
 
 

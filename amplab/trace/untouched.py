@@ -26,6 +26,7 @@ from amplab.amp.apex.iteration_state import iterations_kept
 from amplab.amp.run_state.models_of_tools import MODELS_OF_TOOLS
 from amplab.parallel.ranks import exchanges_in_forward, has_other_ranks, is_alone, on_this_rank_alone
 from amplab.parallel.shards import reshard
+from amplab.policies.casting.function_modes import without_function_modes
 from amplab.scalers import is_sharded
 from amplab.trace.as_found import Undo, rebind, remove_hooks_since
 from amplab.trace.collectives import NoCollectives
@@ -106,7 +107,6 @@ def nodes_behind(loss: Tensor) -> Iterator[torch.autograd.graph.Node]:
         waiting += found
 
 
-_unseen_by_engines = torch._C.DisableTorchFunction
 _PARAMETRIZE = vars(torch.nn.utils.parametrize)
 
 
@@ -157,7 +157,7 @@ def untouched(model: nn.Module, *, draws: bool = True) -> Iterator[ParkedGradien
         undo.add(partial(MODELS_OF_TOOLS.pop, this, None))
         MODELS_OF_TOOLS[this] = model
         computed_anew(undo)
-        with _unseen_by_engines():
+        with without_function_modes():
             undo.add(gradients.restore)
             states = _keep(model, undo)
             for state in states:
@@ -193,7 +193,7 @@ def modules_kept(model: nn.Module) -> Iterator[None]:
     ([0.0, 0.0], True, False)
     """
     with Undo() as undo, buffers_kept(model):
-        with _unseen_by_engines():
+        with without_function_modes():
             _keep(model, undo)
         yield
 
@@ -291,5 +291,5 @@ class _ModuleState(NamedTuple):
                 remove_hooks_since(parameter, self.next_hook)
         for hooks, before in self.hooks:
             rebind(hooks, before)  # also those that the block has removed
-        with _unseen_by_engines():
+        with without_function_modes():
             restore_all(self.copies)

@@ -8,6 +8,8 @@ A point is the beginning of a call, the beginning of a line, and the instruction
 C: CPython handles signals where a function written in Python begins, where one written in C has returned, and where a
 loop begins again. It handles none between the end of a `with` block and the call of `__exit__`, and none where a
 function written in Python has returned, nor where a generator gets an exception, so there is no point there either.
+
+A trace function, such as a debugger's, can also raise where a `with` block ends: ``ends=True`` has these points alone.
 """
 
 import dis
@@ -55,8 +57,8 @@ class _Injector:
         where: where the interrupt was; None before.
     """
 
-    def __init__(self, at: int, folders: Collection[str], functions: Collection[str]) -> None:
-        self.at, self.points, self.where = at, 0, None
+    def __init__(self, at: int, folders: Collection[str], functions: Collection[str], ends: bool) -> None:
+        self.at, self.points, self.where, self._ends = at, 0, None, ends
         self._folders, self._functions = tuple(folders), functions
         self._after_call: dict[int, bool] = {}  # by id: a frame that is kept would keep its variables
 
@@ -76,6 +78,9 @@ class _Injector:
         return self
 
     def _is_point(self, frame: FrameType, event: str) -> bool:
+        if self._ends:
+            frame.f_trace_opcodes = True
+            return event == "opcode" and frame.f_lasti in _ends_of_blocks(frame.f_code)
         if event == "call":
             frame.f_trace_opcodes = True
             self._after_call.pop(id(frame), None)
@@ -121,7 +126,12 @@ def _ends_of_blocks(code: CodeType) -> frozenset[int]:
 
 
 def interrupted(
-    step: Callable[[], object], at: int, *, folders: Collection[str] = (PACKAGE,), functions: Collection[str] = ()
+    step: Callable[[], object],
+    at: int,
+    *,
+    folders: Collection[str] = (PACKAGE,),
+    functions: Collection[str] = (),
+    ends: bool = False,
 ) -> Interrupt | None:
     """Call `step` with an interrupt at point number `at`; return None if it has fewer points.
 
@@ -130,8 +140,9 @@ def interrupted(
         at: from 1.
         folders: the prefixes of the names of the files that are interrupted.
         functions: the names of the functions that are interrupted; empty for all.
+        ends: whether the points are the ends of `with` blocks, before `__exit__` is called.
     """
-    injector, escaped = _Injector(at, folders, functions), False
+    injector, escaped = _Injector(at, folders, functions, ends), False
     before = sys.gettrace()
     sys.settrace(injector)
     try:

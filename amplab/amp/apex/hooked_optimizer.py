@@ -32,7 +32,6 @@ from amplab.amp.backward.gradients import (
     SetAside,
     add_scaled,
     add_unscaled,
-    bookkeeping,
     gradients_of,
     put_back,
 )
@@ -43,6 +42,7 @@ from amplab.formats import LOW_PRECISION_DTYPES
 from amplab.parallel.combined_reducer import CombinedReducer
 from amplab.parallel.ranks import has_other_ranks, is_alone
 from amplab.parallel.shards import RankGroup, agree_on_found_inf, rank_groups
+from amplab.policies.casting.function_modes import without_function_modes
 from amplab.policies.casting.thread_scopes import is_running, resume_casts, suspend_casts
 from amplab.scalers import CombinedUnscaler, FlatGrads, MasterWeights, Unscaler, is_sharded, local_shard
 
@@ -446,7 +446,7 @@ class HookedOptimizer:
             return (args[0], self._watched(args[1]), *args[2:]), kwargs
         if kwargs.get("closure") is not None:
             return args, {**kwargs, "closure": self._watched(kwargs["closure"])}
-        with bookkeeping():
+        with without_function_modes():
             if self._overflow is not None or not self.passes_gradients_through:
                 self._follow_edits()
                 self._refuse_scaled_grads(optimizer)
@@ -471,7 +471,7 @@ class HookedOptimizer:
             self._steps += 1
         overflow, self._overflow = self._overflow, None
         if self.masters.pairs:
-            with bookkeeping():
+            with without_function_modes():
                 for pair in self.masters.pairs:
                     pair.master.grad = None
         if overflow is None:
@@ -491,7 +491,7 @@ class HookedOptimizer:
             put_back(self._step.parked)
             self._step = None
         if self.masters.pairs:
-            with bookkeeping():
+            with without_function_modes():
                 self.masters.end_step()
 
     def _watched(self, closure: Callable[[], Any]) -> Callable[[], Any]:

@@ -28,8 +28,9 @@ from amplab.amp.apex.hooked_optimizer import HookedOptimizer, await_shards
 from amplab.amp.apex.hooks import Hooks
 from amplab.amp.apex.iteration_state import keep_of, use
 from amplab.amp.arguments import SMALLEST_SCALE, scale_value
-from amplab.amp.backward.gradients import ScaledBackward, bookkeeping
+from amplab.amp.backward.gradients import ScaledBackward
 from amplab.amp.backward.records import ScaleRecord
+from amplab.policies.casting.function_modes import without_function_modes
 from amplab.scalers import DynamicScale, ScaleRule, ScaleState, StaticScale
 
 __all__ = [
@@ -315,7 +316,7 @@ class LossScaling:
                     each.keep_scaled(aside, scale)
                 return
             found_inf = scaler.take_unchecked()
-            with bookkeeping():
+            with without_function_modes():
                 for each, aside in backward.aside:
                     found_inf = each.unscale_new(aside, scale, found_inf)
         if delay_overflow_check:
@@ -363,7 +364,7 @@ class LossScaling:
             each.skip_next_step(record, scaler.loss_scale)
         for callback in list(self._subscribers):
             callback(record)
-        with bookkeeping():
+        with without_function_modes():
             self._watches[loss_id].see(record, loss)
 
 

@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from torch.overrides import get_testing_overrides
 
-from amplab.amp.backward.gradients import bookkeeping
 from amplab.policies import CastingEngine, CastPolicy, OpRule, OpTable, casts_enabled, thread_engines
+from amplab.policies.casting.function_modes import without_function_modes
 from amplab.policies.casting.steps import StepParts, make_step
 from amplab.policies.tables.op_table import resolve
 
@@ -258,7 +258,7 @@ def casting_function(fn: Callable[..., Any], cast: CastPolicy) -> Callable[..., 
     def cast_first(*args: Any, **kwargs: Any) -> Any:
         engine = _engine_at_work()
         if engine is not None:
-            with bookkeeping():
+            with without_function_modes():
                 step = make_step(StepParts(rule, engine.policy.compute_dtype, engine.cache, _arguments))
                 args, kwargs = step(None, fn, args, kwargs)  # type: ignore[arg-type]  # no mode: `_arguments` needs none
         return fn(*args, **kwargs)

@@ -61,12 +61,12 @@ from amplab.amp.apex.registered_functions import (
 )
 from amplab.amp.arguments import as_list, checked_flag, checked_num_losses
 from amplab.amp.backward.clipping import clip_by_norm_, clip_shards_by_norm_
-from amplab.amp.backward.gradients import bookkeeping
 from amplab.amp.backward.optimizer_params import master_params
 from amplab.amp.backward.records import MemoryUse, ScaleRecord, StepOutcome
 from amplab.formats import LOW_PRECISION_DTYPES
 from amplab.parallel.combined_ddp import CombinedDDP
 from amplab.policies import CastingEngine, CastPolicy, PrecisionPolicy, recomputing_by_rules
+from amplab.policies.casting.function_modes import without_function_modes
 from amplab.policies.casting.thread_scopes import THREAD
 from amplab.policies.signals import DeferredSignals
 from amplab.scalers import CombinedUnscaler, Unscaler
@@ -648,7 +648,7 @@ class Session:
             if not value > 0:
                 raise ValueError(f"{name}={value}: expected a number > 0, such as 1.0 for max_norm, 2.0 for norm_type.")
         hooked = self._hooks.hooked(optimizer)
-        with bookkeeping():
+        with without_function_modes():
             if hooked.rank_groups:
                 return clip_shards_by_norm_(hooked.model_params, max_norm, norm_type)
             grads = hooked.flat_grads()
@@ -671,7 +671,7 @@ class Session:
         Reference: ``optimizer.get_optimizer_combined_grads()`` of Ascend's apex.
         """
         hooked = self._hooks.hooked(optimizer)
-        with bookkeeping():
+        with without_function_modes():
             hooked.flat_grads()
         return hooked.buffers
 

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from amplab.kernels import unscale_add
+from amplab.policies.casting.function_modes import without_function_modes
 from amplab.policies.casting.thread_scopes import block_at
 from amplab.scalers import Unscaler, inverse_scale, local_shard
 from amplab.scalers.unscaler import gathered_found_inf
@@ -29,7 +30,6 @@ __all__ = [
     "SetAside",
     "add_scaled",
     "add_unscaled",
-    "bookkeeping",
     "gradients_of",
     "put_back",
     "set_aside",
@@ -110,7 +110,7 @@ class ScaledBackward(Generic[Reached]):
         self._places = block_at(self._frame.f_code, self._frame.f_lasti)
         try:
             _OPEN.blocks.append(self)
-            with bookkeeping():
+            with without_function_modes():
                 for each in self._reached:
                     self._set_aside(each)
         except BaseException:
@@ -198,11 +198,6 @@ def _users_frame(frame: FrameType) -> FrameType:
 
 
 _ENTER = contextlib._GeneratorContextManager.__enter__.__code__
-
-
-def bookkeeping() -> contextlib.AbstractContextManager[Any]:
-    """Bypass every function mode in the block: under an engine each access to ``.grad`` would go through Python."""
-    return torch._C.DisableTorchFunction()
 
 
 def set_aside(params: Iterable[Tensor]) -> list[SetAside]:

@@ -32,7 +32,7 @@ from torch.optim import Optimizer
 
 from amplab.amp.arguments import SMALLEST_SCALE, checked_flag, checked_num_losses
 from amplab.amp.backward.clipping import clip_by_norm_, clip_shards_by_norm_
-from amplab.amp.backward.gradients import ScaledBackward, bookkeeping
+from amplab.amp.backward.gradients import ScaledBackward
 from amplab.amp.backward.records import ScaleRecord, StepOutcome
 from amplab.amp.pytorch.found_inf import FoundByLoss, Row, found_inf_of, larger, verdict_of
 from amplab.amp.pytorch.fused_step import (
@@ -53,6 +53,7 @@ from amplab.amp.pytorch.step_report import NO_STEP_YET, STEPPED, ScaleSubscriber
 from amplab.amp.pytorch.unfinished_iteration import UnfinishedIteration
 from amplab.amp.pytorch.unscaled_gradients import UnscaledGradients
 from amplab.optimizers import FusedOptimizer
+from amplab.policies.casting.function_modes import without_function_modes
 from amplab.scalers import ScaleRule
 
 __all__ = ["GradScaler"]
@@ -578,7 +579,7 @@ class GradScaler(torch.amp.GradScaler):
         scale = own.put_on(loss.device) if own.scale is None else own.scale
         with ScaledBackward(reached, scale) as backward:
             yield own.times(loss)
-            with bookkeeping(), torch.no_grad():
+            with without_function_modes(), torch.no_grad():
                 found = unscale_new(backward.aside, scale)
         self._unfinished.called_by(sys._getframe(1))
         for optimizer, found_inf in found.items():

@@ -26,6 +26,7 @@ from torch import Tensor, nn
 
 from amplab.diagnose.observed_step.tensor_summary import MEASURED, Measurements, TensorSummary, counted
 from amplab.formats.stored_values import has_values, stored_values
+from amplab.policies.casting.function_modes import without_function_modes
 from amplab.policies.nested_tensors import named_tensors_in, tensors_in
 from amplab.trace import Trace
 from amplab.trace.argument_checks import check_step
@@ -54,7 +55,6 @@ _VIEWS = frozenset(
     ("_unsafe_view", "detach", "lift_fresh", "_reshape_alias")
 )  # in addition to those whose schema says so
 _ACCUMULATES = "torch::autograd::AccumulateGrad"
-_unseen_by_engines = torch._C.DisableTorchFunction
 
 
 @dataclass(frozen=True)
@@ -165,7 +165,7 @@ def observe_step(
     def noted() -> Tensor:
         loss = step()
         if isinstance(loss, Tensor):
-            with _unseen_by_engines():
+            with without_function_modes():
                 watcher.note_loss(loss)
         return loss
 

@@ -6,10 +6,12 @@ A mode looks up each op in its plan. Everything that changes what a mode does re
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from sys import _getframe
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch._C import (
     _get_function_stack_at,
     _len_torch_function_stack,
@@ -37,6 +39,7 @@ __all__ = [
     "push_below_others",
     "remove",
     "set_function_modes",
+    "without_function_modes",
 ]
 
 
@@ -198,3 +201,34 @@ def _replace_stack(modes: list[TorchFunctionMode]) -> None:
         _pop_torch_function_stack()
     for mode in modes:
         _push_on_torch_function_stack(mode)
+
+
+def without_function_modes() -> AbstractContextManager[Any]:
+    """Return a context manager under which no function mode sees an op, for code that is not part of the model.
+
+    As ``torch._C.DisableTorchFunction()``, which stays on if a trace function, such as a debugger's, raises where the
+    block ends: this one ends when the frame with the block does, at the latest.
+    """
+    guard = torch._C.DisableTorchFunction()
+    if is_dynamo_compiling() or not torch._C._is_torch_function_enabled():
+        return guard  # they are disabled already, by a block that will enable them
+    block, end = _Block(), _End()
+    block.__enter__, block.__exit__ = guard.__enter__, end
+    end.__call__ = end.__del__ = guard.__exit__
+    return block
+
+
+class _Block:
+    """What a `with` statement enters: it calls functions written in C, in which no interrupt can come."""
+
+    __slots__ = ("__enter__", "__exit__")
+    __enter__: Any
+    __exit__: Any
+
+
+class _End:
+    """The end of a block. The frame drops it when it leaves the block in any way, and it runs then if it has not."""
+
+    __slots__ = ("__call__", "__del__")
+    __call__: Any
+    __del__: Any

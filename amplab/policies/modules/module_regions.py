@@ -36,7 +36,7 @@ from torch.compiler import is_dynamo_compiling
 from amplab.formats import LOW_PRECISION_DTYPES
 from amplab.policies.casting.engine import CastingEngine
 from amplab.policies.casting.explanation import Decision, decided
-from amplab.policies.casting.function_modes import push_below_others
+from amplab.policies.casting.function_modes import push_below_others, without_function_modes
 from amplab.policies.casting.hook_scopes import no_graph_of_its_own
 from amplab.policies.casting.thread_scopes import THREAD, CastingThread, Scope, casts_enabled, thread_engines
 from amplab.policies.modules.recomputation import ended_forward, next_node
@@ -188,7 +188,7 @@ class ModuleRegion:
             return
         detail = f"your rule {self._rule}: the {tensors} of {self._name} are cast to {precision_name(dtype)}"
         # An active engine would report these casts as ops of the model.
-        with decided(explanation, Decision(self._name, None, "cast", detail)), torch._C.DisableTorchFunction():
+        with decided(explanation, Decision(self._name, None, "cast", detail)), without_function_modes():
             yield
 
 
