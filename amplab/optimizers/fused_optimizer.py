@@ -27,6 +27,7 @@ from torch.optim import Optimizer
 
 from amplab.formats import LOW_PRECISION_DTYPES
 from amplab.kernels import is_refusal, unscale_, unscaled_norm
+from amplab.kernels.builder import checked_mode
 from amplab.optimizers.group_settings import REQUIRED, check_settings, groups_with_rates
 from amplab.policies.casting.function_modes import without_function_modes
 from amplab.scalers import is_sharded, local_shard, to_device
@@ -135,6 +136,7 @@ class FusedOptimizer(Optimizer):
 
         A learning rate that is `REQUIRED` must be in every group.
         """
+        checked_mode()
         bound = inspect.signature(super().__init__).bind(params, *settings, **named)
         given = bound.arguments.get("defaults", bound.arguments)
         in_groups = given.get("lr") is REQUIRED

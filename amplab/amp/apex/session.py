@@ -64,6 +64,7 @@ from amplab.amp.backward.clipping import clip_by_norm_, clip_shards_by_norm_
 from amplab.amp.backward.optimizer_params import master_params
 from amplab.amp.backward.records import MemoryUse, ScaleRecord, StepOutcome
 from amplab.formats import LOW_PRECISION_DTYPES
+from amplab.kernels.builder import checked_mode
 from amplab.parallel.combined_ddp import CombinedDDP
 from amplab.policies import CastingEngine, CastPolicy, PrecisionPolicy, recomputing_by_rules
 from amplab.policies.casting.function_modes import without_function_modes
@@ -247,7 +248,8 @@ class Session:
                 ``combine_ddp`` without a process group or ``combine_grad``, with a sharded model, or with models or
                 settings that differ between ranks.
             TypeError: models or optimizers of another type.
-            ValueError: a number out of its range; a module rule that names no module or contradicts another;
+            ValueError: a number out of its range; another value of ``AMPLAB_KERNELS`` than the builder knows;
+                a module rule that names no module or contradicts another;
                 ``combine_ddp`` without an optimizer.
 
         Sync: none.
@@ -261,6 +263,7 @@ class Session:
             return arrived
         if not torch.backends.cudnn.enabled:
             raise RuntimeError("Amp requires torch.backends.cudnn.enabled = True")
+        checked_mode()
         level = opt_level_named(opt_level)
         refuse = functools.partial(self.permissions.warn_or_err, quiet=verbosity == 0)
         properties = level.properties.with_overrides(

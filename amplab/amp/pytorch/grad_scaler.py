@@ -52,6 +52,7 @@ from amplab.amp.pytorch.optimizer_gradients import (
 from amplab.amp.pytorch.step_report import NO_STEP_YET, STEPPED, ScaleSubscribers, StepReport
 from amplab.amp.pytorch.unfinished_iteration import UnfinishedIteration
 from amplab.amp.pytorch.unscaled_gradients import UnscaledGradients
+from amplab.kernels.builder import checked_mode
 from amplab.optimizers import FusedOptimizer
 from amplab.policies.casting.function_modes import without_function_modes
 from amplab.scalers import ScaleRule
@@ -142,6 +143,8 @@ class GradScaler(torch.amp.GradScaler):
         if enabled and device == "cuda" and torch.cuda.amp.common.amp_definitely_not_available():
             warnings.warn("torch.cuda.amp.GradScaler is enabled, but CUDA is not available.  Disabling.", stacklevel=2)
             enabled = False
+        if enabled:
+            checked_mode()
         numbers = (init_scale, growth_factor, backoff_factor, growth_interval)
         check_numbers(*numbers, only_types=not enabled)
         if rule is not None and numbers != _NUMBERS:

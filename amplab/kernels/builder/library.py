@@ -37,7 +37,7 @@ import torch
 from amplab.kernels.builder import cache
 from amplab.kernels.builder.recipe import Obstacle, Recipe, current_recipe, obstacle
 
-__all__ = ["BuildReport", "KernelLibrary", "ensure", "report", "settle"]
+__all__ = ["BuildReport", "KernelLibrary", "checked_mode", "ensure", "report", "settle"]
 
 _MODES = ("auto", "reference", "require")
 _TIMEOUT = 900.0  # seconds; a compiler that takes longer is considered to hang
@@ -151,7 +151,7 @@ class KernelLibrary:
         """
         with self._lock:
             if self.report.status != "built":
-                if _mode() == "reference":
+                if checked_mode() == "reference":
                     raise RuntimeError(
                         "AMPLAB_KERNELS=reference forbids a build, and this feature has no reference; unset it."
                     )
@@ -162,7 +162,7 @@ class KernelLibrary:
         """Take the next step: begin, load what has been built, or report that the build failed."""
         with self._lock:
             if self._recipe is None:
-                self._begin(_mode(), self._make_recipe())
+                self._begin(checked_mode(), self._make_recipe())
             elif self.report.status in ("built", "failed") and not self._settled:
                 self._load_or_warn()
             self.needs_attention = False
@@ -222,7 +222,12 @@ class KernelLibrary:
 _KERNELS = KernelLibrary()
 
 
-def _mode() -> str:
+def checked_mode() -> str:
+    """Return ``AMPLAB_KERNELS``, "auto" by default.
+
+    Raises:
+        ValueError: it has another value.
+    """
     mode = os.environ.get("AMPLAB_KERNELS") or "auto"
     if mode not in _MODES:
         raise ValueError(f"AMPLAB_KERNELS={mode!r}: expected one of {', '.join(_MODES)}; unset it for auto.")
