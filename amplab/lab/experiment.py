@@ -38,6 +38,7 @@ from amplab.diagnose import Findings, FirstNonfinite, TwinReport, doctor, twin
 from amplab.formats.exponents import BINS, LOWEST_EXPONENT
 from amplab.kernels import tensor_stats
 from amplab.lab.batches import ReadingStopped
+from amplab.lab.compute_threads import own_number_kept
 from amplab.lab.config import FIELDS, OWN, ExperimentConfig
 from amplab.lab.config_field import SettingRefused, listed
 from amplab.lab.events import GradientRecord, MixedScales, StepRecord
@@ -294,7 +295,7 @@ class Experiment:
         self._attributes_before = self._own.kept(is_of_step=True)
         written = self._written_in_forward if self._weights_changes >= _LEARNS_WRITTEN else None
         self._weights_before, self.phase = KeptWeights(self._weights(), self._unstepped(), written), "gradients"
-        with self._taken_back_if_stopped():
+        with self._taken_back_if_stopped(), own_number_kept():
             record = self._train_on(batches, self._began)
         self._written_in_forward |= self._weights_before.written()
         self._weights_changes += not record.skipped

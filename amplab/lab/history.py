@@ -33,7 +33,7 @@ from amplab.lab.levels import LEVELS
 from amplab.lab.skip_explanation import SkipExplanation
 from amplab.lab.thinning import JOINED, BlockExtremes, thin
 from amplab.policies.signals import DeferredSignals
-from amplab.scalers import ScalePath, ScaleRule, overflow_limits, scale_path
+from amplab.scalers import ScalePath, ScaleRule, first_doubt, measured_overflows, scale_path
 
 __all__ = [
     "COLUMNS",
@@ -244,9 +244,14 @@ class History:
         return what_ifs(record) if rule is None else what_if(record, rule)
 
     def scale_paths(self, rules: Mapping[str, ScaleRule]) -> dict[str, ScalePath]:
-        """Return the scales of this run under each rule: those of `replay`, much faster and without its doubts."""
-        limits = overflow_limits(self.column("grad_exponent"), self.column("loss_scale"), self._range_format())
-        return {name: scale_path(rule, limits) for name, rule in rules.items()}
+        """Return the scales of this run under each rule: those of `replay`, much faster."""
+        return {name: path for name, (path, _) in self.doubted_paths(rules).items()}
+
+    def doubted_paths(self, rules: Mapping[str, ScaleRule]) -> dict[str, tuple[ScalePath, tuple[int, str] | None]]:
+        """Return `scale_paths`, each with the first step from which it is a guess, and why; None if it is none."""
+        overflows = measured_overflows(self.column("grad_exponent"), self.column("loss_scale"), self._range_format())
+        paths = {name: scale_path(rule, overflows.limits) for name, rule in rules.items()}
+        return {name: (path, first_doubt(path, overflows)) for name, path in paths.items()}
 
     def _range_format(self) -> FloatFormat:
         """Return the format whose range the gradients of all steps must fit; float16 if there are several."""

@@ -9,6 +9,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from amplab.lab.compute_threads import own_number_kept
 from amplab.lab.kept_attributes import KeptAttributes
 from amplab.lab.own_state import State, add_state, changes, in_another_session, lost_changes, own_state
 from amplab.lab.tasks import Task
@@ -45,7 +46,7 @@ class OwnChanges:
     @contextmanager
     def taken_back(self) -> Iterator[None]:
         """Run a block, after which code keeps what it kept before, such as a count of calls."""
-        with Undo() as undo:
+        with own_number_kept(), Undo() as undo:
             undo.add(self.kept().restore)
             yield
 

@@ -2,8 +2,7 @@
 
 Between two steps it waits until the next one is due. A command ends this wait: it does not wait for the step.
 
-It computes with one intra-op thread. `torch.set_num_threads` sets the number of the calling thread and the number that
-later threads start with; the worker therefore has the latter restored, so that nothing outside the worker changes.
+It computes with one intra-op thread; see `compute_threads`. Nothing outside the worker changes.
 The thread ends after some idle seconds and starts again when there is work, so a forgotten worker leaks no thread.
 
 Ctrl-C in a call of the worker leaves the lock free and the queue whole: the next call goes on from there.
@@ -23,8 +22,7 @@ from concurrent.futures import Future
 from contextlib import suppress
 from typing import TypeVar
 
-import torch
-
+from amplab.lab.compute_threads import compute_with
 from amplab.lab.fork_locks import LockOrder, hold_over_forks
 
 __all__ = ["Worker"]
@@ -186,7 +184,7 @@ class Worker:
         self._thread = threading.current_thread()
         try:
             try:
-                _compute_with_one_thread()
+                compute_with(1)
             finally:
                 unset.release()  # also where the system starts no more threads
             self._work()
@@ -263,15 +261,6 @@ def _end_fork(error: BaseException | None) -> None:
         with suppress(Exception):
             stream.flush()
     os._exit(code if isinstance(code, int) else int(code is not None))
-
-
-def _compute_with_one_thread() -> None:
-    """Set the number of intra-op threads of the calling thread to one, and leave that of the process."""
-    number = torch.get_num_threads()  # takes the process's number now; otherwise the first op would
-    torch.set_num_threads(1)
-    restoring = threading.Thread(target=torch.set_num_threads, args=(number,))
-    restoring.start()
-    restoring.join()
 
 
 def _start(run: Callable[[threading.Lock], None]) -> None:

@@ -25,8 +25,8 @@ from amplab.scalers.published_rules import (
     LossScaleAtMinimumError,
     MegatronScale,
 )
-from amplab.scalers.recorded_overflows import Verdict, overflow_limits, overflow_verdict
-from amplab.scalers.replay import Replay, ReplayStep, replay
+from amplab.scalers.recorded_overflows import Verdict, measured_overflows, overflow_limits, overflow_verdict
+from amplab.scalers.replay import Replay, ReplayStep, first_doubt, replay
 from amplab.scalers.rules import (
     APEX_DYNAMIC,
     TORCH_DYNAMIC,
@@ -77,10 +77,12 @@ __all__ = [
     "ViewBreak",
     "check_combined_tensors",
     "device_scale",
+    "first_doubt",
     "floored",
     "inverse_scale",
     "is_sharded",
     "local_shard",
+    "measured_overflows",
     "overflow_limits",
     "overflow_verdict",
     "replay",

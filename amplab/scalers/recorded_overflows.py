@@ -21,7 +21,15 @@ import numpy as np
 
 from amplab.formats import FLOAT16, ExponentHistogram, FloatFormat
 
-__all__ = ["REASONS", "RecordedOverflows", "Verdict", "overflow_limits", "overflow_verdict", "recorded_overflows"]
+__all__ = [
+    "REASONS",
+    "RecordedOverflows",
+    "Verdict",
+    "measured_overflows",
+    "overflow_limits",
+    "overflow_verdict",
+    "recorded_overflows",
+]
 
 REASONS = (
     None,
@@ -117,6 +125,14 @@ def recorded_overflows(
     return _overflows(sizes, scales, fmt, None if scales is None else _nearby(sizes))
 
 
+def measured_overflows(
+    exponents: np.ndarray, recorded_scales: np.ndarray, fmt: FloatFormat = FLOAT16
+) -> RecordedOverflows:
+    """Return which scales overflow at each step of a record without histograms; see `overflow_limits`. Sync: none."""
+    sizes = _sizes_of(exponents, np.isnan(exponents))
+    return _overflows(sizes, recorded_scales, fmt, _nearby(sizes))
+
+
 def overflow_limits(exponents: np.ndarray, recorded_scales: np.ndarray, fmt: FloatFormat = FLOAT16) -> np.ndarray:
     """Return for each recorded step the least scale under which its gradients overflow.
 
@@ -134,8 +150,7 @@ def overflow_limits(exponents: np.ndarray, recorded_scales: np.ndarray, fmt: Flo
     >>> overflow_limits(np.array([0.0, -3.0, -np.inf]), np.full(3, 1024.0))
     array([ 65520., 524160.,     inf])
     """
-    sizes = _sizes_of(exponents, np.isnan(exponents))
-    return _overflows(sizes, recorded_scales, fmt, _nearby(sizes)).limits
+    return measured_overflows(exponents, recorded_scales, fmt).limits
 
 
 def overflow_verdict(

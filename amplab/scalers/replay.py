@@ -16,11 +16,11 @@ from dataclasses import dataclass
 import numpy as np
 
 from amplab.formats import FLOAT16, ExponentHistogram, FloatFormat
-from amplab.scalers.recorded_overflows import REASONS, recorded_overflows
+from amplab.scalers.recorded_overflows import REASONS, RecordedOverflows, recorded_overflows
 from amplab.scalers.rules import ScaleRule, ScaleState
 from amplab.scalers.scale_path import ScalePath, recorded_path, scale_path
 
-__all__ = ["Replay", "ReplayStep", "replay"]
+__all__ = ["Replay", "ReplayStep", "first_doubt", "replay"]
 
 
 @dataclass(frozen=True)
@@ -156,10 +156,29 @@ def replay(
     _require_length(recorded_scales, len(record))
     overflows = recorded_overflows(record, recorded_scales, fmt)
     path = scale_path(rule, overflows.limits)
+    return Replay(rule, path, _reasons(path, overflows))
+
+
+def first_doubt(path: ScalePath, overflows: RecordedOverflows) -> tuple[int, str] | None:
+    """Return the first step of a path for which the record does not decide found_inf, and why; None without one.
+
+    From that step on, the scale is a guess. Sync: none.
+
+    >>> from amplab.scalers import DynamicScale, measured_overflows, scale_path
+    >>> overflows = measured_overflows(np.array([0.0, np.inf]), np.full(2, 2.0**16))
+    >>> first_doubt(scale_path(DynamicScale(), overflows.limits), overflows)
+    (1, 'the recorded gradients were inf or NaN, so their size is not in the record')
+    """
+    reasons = _reasons(path, overflows)
+    doubtful = np.flatnonzero(reasons)
+    return (int(doubtful[0]), str(REASONS[reasons[doubtful[0]]])) if len(doubtful) else None
+
+
+def _reasons(path: ScalePath, overflows: RecordedOverflows) -> np.ndarray:
     reasons = overflows.doubts(path.scales)
     if path.lost_from is not None:
         reasons[path.lost_from + 1 :] = 0  # the weights are not finite: what was recorded does not matter
-    return Replay(rule, path, reasons)
+    return reasons
 
 
 def _require_length(recorded_scales: Sequence[float] | None, steps: int) -> None:

@@ -102,6 +102,24 @@ def test_each_rule_has_the_skips_and_the_lost_steps_of_the_replay(run: History) 
     assert runs["recorded"]["skips"] == [record.step for record in run.skips()]
 
 
+def test_a_rule_that_the_record_does_not_decide_is_shown_as_a_guess() -> None:
+    """A NaN is skipped under every scale; the record only says that its gradients were not finite."""
+    history = Trainer(SMALL).run(10)
+    assert all(each["doubt"] is None for each in what_if_payload(history, DynamicScale(init_scale=2.0**15))["runs"])
+    trainer = Trainer(SMALL)
+    trainer.run(10)
+    trainer.inject("nan")
+    history = trainer.run(11)
+    own = DynamicScale(init_scale=2.0**15)
+    payload = what_if_payload(history, own)
+    runs = {each["name"]: each for each in payload["runs"]}
+    assert (runs[OWN]["skipped"], runs["recorded"]["doubt"]) == ("0", None)
+    assert "a guess from step 10 on" in str(history.replay(own))
+    doubt = "a guess from step 10 on: the recorded gradients were inf or NaN, so their size is not in the record"
+    assert runs[OWN]["doubt"] == doubt
+    assert f"0 skipped, steps lost −1; {doubt}. ≈ marks what is a guess." in payload["words"]
+
+
 def test_the_last_scale_of_each_rule_is_the_one_that_the_next_step_would_use() -> None:
     trainer = Trainer(SMALL)
     trainer.inject("overflow")

@@ -218,19 +218,25 @@ def own_rule(config: ScaleSetting, *, init: float, window: float, backoff: float
 def what_if_payload(history: History, own: DynamicScale) -> dict[str, Any]:
     """Return the lines and the rows of the recorded scale and of each rule over the same run."""
     rules = {OWN: own, **PUBLISHED_RULES}
-    paths = history.scale_paths(rules)
+    paths = history.doubted_paths(rules)
     used, skipped = history.column("loss_scale"), history.column("skipped")
     last = history.last
     recorded = ScalePath(used, skipped, skips=True, end=ScaleState(1.0 if last is None else last.next_loss_scale))
     samples = _spread_samples(history)
     runs = [
         _run("recorded", recorded, skipped, samples),
-        *(_run(name, path, skipped, samples) for name, path in paths.items()),
+        *(_run(name, path, skipped, samples, doubt) for name, (path, doubt) in paths.items()),
     ]
     return {"steps": len(history), "runs": runs, "words": _what_if_words(runs, len(history))}
 
 
-def _run(name: str, path: ScalePath, recorded_skips: np.ndarray, samples: list[GradientSample]) -> dict[str, Any]:
+def _run(
+    name: str,
+    path: ScalePath,
+    recorded_skips: np.ndarray,
+    samples: list[GradientSample],
+    doubt: tuple[int, str] | None = None,
+) -> dict[str, Any]:
     over = np.flatnonzero(path.found_infs)
     lost = None if name == "recorded" else steps_lost(path, recorded_skips)
     share = _gradients_lost(path, samples)
@@ -243,6 +249,7 @@ def _run(name: str, path: ScalePath, recorded_skips: np.ndarray, samples: list[G
         "gradients": "–" if share is None else percent(share),
         "last": power(path.end.scale, raised=True) if len(path.scales) else "–",
         "ended": None if len(path.scales) == len(recorded_skips) else len(path.scales) - 1,
+        "doubt": None if doubt is None else f"a guess from step {doubt[0]:,} on: {doubt[1]}",
     }
 
 
@@ -282,4 +289,7 @@ def _what_if_words(runs: list[dict[str, Any]], steps: int) -> str:
     if not steps:
         return "Train first: other rules are followed over the recorded run."
     own = next(run for run in runs if run["name"] == OWN)
-    return f"{count(steps, 'step')} replayed. {OWN.capitalize()}: {own['skipped']} skipped, steps lost {own['lost']}."
+    doubt = "" if own["doubt"] is None else f"; {own['doubt']}"
+    others = " ≈ marks what is a guess." if any(run["doubt"] for run in runs) else ""
+    counts = f"{own['skipped']} skipped, steps lost {own['lost']}{doubt}"
+    return f"{count(steps, 'step')} replayed. {OWN.capitalize()}: {counts}.{others}"

@@ -82,7 +82,8 @@ function whatIfView(send) {
     const name = run.ended === null ? run.name : `${run.name} (ends at ${run.ended})`;
     const button = h("button", { type: "button", class: "amp-plain", "data-run": run.name, onfocus: () => pick(run.name), onblur: () => pick(null) }, name);
     return h("tr", { "data-run": run.name, "data-key": run.name, onpointerenter: () => pick(run.name), onpointerleave: () => pick(null) },
-      h("td", {}, run.name === "recorded" ? name : button), [run.skipped, run.lost, run.gradients, run.last].map((text) => h("td", { class: "amp-num" }, text)));
+      h("td", {}, run.name === "recorded" ? name : button), [run.skipped, run.lost, run.gradients, run.last].map((text) =>
+        h("td", { class: "amp-num", title: run.doubt ?? "" }, run.doubt ? `≈ ${text}` : text)));
   };
   const show = (shown) => {
     payload = shown;
