@@ -15,6 +15,7 @@ from torch import nn
 from amplab.lab import Experiment
 from amplab.lab.kept_attributes import KeptAttributes
 from amplab.lab.memory_count import level_memory
+from amplab.lab.own_objects import holders
 
 pytestmark = pytest.mark.usefixtures("nothing_own")
 
@@ -187,10 +188,10 @@ def test_a_large_memory_costs_a_step_little():
     """As of a replay buffer; before each step some of it is kept, and a failed step is not taken back."""
     model = plain()
     model.memory = [(torch.zeros(4), 0, 0.0) for _ in range(20_000)]
-    began = time.perf_counter()
+    began = time.process_time()  # of this process alone: other ones may be at work
     for _ in range(10):
         kept = KeptAttributes({"model": model}, is_of_step=True)
-    assert time.perf_counter() - began < 2  # seconds; more than 10 without a limit
+    assert time.process_time() - began < 4  # seconds; more than 10 without a limit
     assert not kept.restore()
 
 
@@ -201,11 +202,9 @@ class Node:
 
 def test_a_large_tree_of_objects_costs_a_step_little():
     model = plain()
-    model.tree = Node(9)
-    began = time.perf_counter()
-    for _ in range(5):
-        KeptAttributes({"model": model}, is_of_step=True)
-    assert time.perf_counter() - began < 2  # seconds; 4 without a limit, on one core
+    model.tree = Node(9)  # 29,524 objects
+    followed = [names.owner for _, names in holders({"model": model}) if isinstance(names.owner, Node)]
+    assert 900 < len(followed) < 4_000  # those that 1,000 objects lead to are read, and not followed
 
 
 class Thing:
