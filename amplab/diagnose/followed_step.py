@@ -131,6 +131,7 @@ def followed_step(model: nn.Module, batch: Any = None) -> FollowedStep:
 
     Sync: none in the block; one when the result is read.
 
+    >>> import torch
     >>> model = nn.Linear(2, 1)
     >>> with followed_step(model) as step:
     ...     step.loss((model(torch.ones(4, 2)) * float("inf")).sum()).backward()

@@ -112,7 +112,8 @@ class RunSaver:
             if is_interrupt(error):
                 raise
             self._checks = _MOST_CHECKS
-            text = f"checkpoint: a restarted kernel cannot continue this run from {path}: {error} The run goes on here."
+            why = f"{type(error).__name__}: {error}"
+            text = f"checkpoint: a restarted kernel cannot continue this run from {path} ({why}). The run goes on here."
             self._report(Failed(text))
 
     def _is_time(self, is_due: bool, *, is_running: bool) -> bool:
