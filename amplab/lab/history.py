@@ -243,12 +243,11 @@ class History:
         record = ScaleHistory(scales, skipped, exponents, samples, self._range_format())
         return what_ifs(record) if rule is None else what_if(record, rule)
 
-    def scale_paths(self, rules: Mapping[str, ScaleRule]) -> dict[str, ScalePath]:
-        """Return the scales of this run under each rule: those of `replay`, much faster."""
-        return {name: path for name, (path, _) in self.doubted_paths(rules).items()}
+    def scale_paths(self, rules: Mapping[str, ScaleRule]) -> dict[str, tuple[ScalePath, tuple[int, str] | None]]:
+        """Return the scales of this run under each rule: those of `replay`, much faster.
 
-    def doubted_paths(self, rules: Mapping[str, ScaleRule]) -> dict[str, tuple[ScalePath, tuple[int, str] | None]]:
-        """Return `scale_paths`, each with the first step from which it is a guess, and why; None if it is none."""
+        With each comes the first step from which it is a guess, and why; None if there is none.
+        """
         overflows = measured_overflows(self.column("grad_exponent"), self.column("loss_scale"), self._range_format())
         paths = {name: scale_path(rule, overflows.limits) for name, rule in rules.items()}
         return {name: (path, first_doubt(path, overflows)) for name, path in paths.items()}

@@ -447,8 +447,8 @@ def _check_is_read_again(code: OwnCode, first: Any) -> None:
     if len(tensors) != len(again) or not all(map(_is_same, tensors, again)):
         data = getattr(code.data, "__name__", type(code.data).__name__)
         text = (
-            f"data={data}: read again, it begins with another batch, so after Reset, and in Compare, each run has "
-            "other batches. Instead of a function that counts epochs, pass an object that counts them in its "
+            f"data={data}: the first batch differs when the data are read again: after Reset and in Compare, each run "
+            "has other batches. Instead of a function that counts epochs, pass an object that counts them in its "
             "attributes, as a sampler does; draw from the generators of torch, Python or NumPy, which the lab seeds."
         )
         warnings.warn_explicit(text, UserWarning, f"{_TOOL}()", 1)  # each time, not once for each text

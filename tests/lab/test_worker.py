@@ -50,33 +50,29 @@ def test_only_the_trainers_own_thread_computes_with_one_thread():
         torch.set_num_threads(threads)
 
 
+@pytest.mark.usefixtures("nothing_own")
 def test_code_of_a_step_that_sets_the_number_of_threads_sets_it_for_that_step_alone():
     """As a function that scores on all cores: the steps after it, and runs after a reset, have the bits of before."""
-    threads, seen = torch.get_num_threads(), list[int]()
+    seen = list[int]()
 
     def loss(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
         seen.append(torch.get_num_threads())
         torch.set_num_threads(2)
         return (output - target).square().mean()
 
-    try:
-        model, batch = torch.nn.Linear(4, 2), (torch.ones(8, 4), torch.zeros(8, 2))
-        config = ExperimentConfig(task=register_own(model, [batch], loss=loss))
-        torch.set_num_threads(threads)
-        trainer = Trainer(config)
-        seen.clear()
-        trainer.run(3)
-        trainer.reset()
-        trainer.run(2)
-        assert {*seen} == {1}
-        assert len(seen) >= 5
-        of_later = list[int]()
-        later = threading.Thread(target=lambda: of_later.append(torch.get_num_threads()))
-        later.start()
-        later.join()
-        assert of_later == [2]  # as that code wanted it
-    finally:
-        torch.set_num_threads(threads)
+    model, batch = torch.nn.Linear(4, 2), (torch.ones(8, 4), torch.zeros(8, 2))
+    trainer = Trainer(ExperimentConfig(task=register_own(model, [batch], loss=loss)))
+    seen.clear()
+    trainer.run(3)
+    trainer.reset()
+    trainer.run(2)
+    assert {*seen} == {1}
+    assert len(seen) >= 5
+    of_later = list[int]()
+    later = threading.Thread(target=lambda: of_later.append(torch.get_num_threads()))
+    later.start()
+    later.join()
+    assert of_later == [2]  # as that code wanted it
 
 
 def test_an_idle_trainer_is_collected(monkeypatch):

@@ -218,7 +218,7 @@ def own_rule(config: ScaleSetting, *, init: float, window: float, backoff: float
 def what_if_payload(history: History, own: DynamicScale) -> dict[str, Any]:
     """Return the lines and the rows of the recorded scale and of each rule over the same run."""
     rules = {OWN: own, **PUBLISHED_RULES}
-    paths = history.doubted_paths(rules)
+    paths = history.scale_paths(rules)
     used, skipped = history.column("loss_scale"), history.column("skipped")
     last = history.last
     recorded = ScalePath(used, skipped, skips=True, end=ScaleState(1.0 if last is None else last.next_loss_scale))
