@@ -15,6 +15,8 @@ from amplab.lab import ExperimentConfig, Failed, StepRecord, TraceReady, Trainer
 from amplab.lab.own_task import register_own
 from amplab.lab.worker import Worker
 
+pytestmark = pytest.mark.usefixtures("nothing_own")
+
 SMALL = ExperimentConfig(hidden=16)
 
 
@@ -50,7 +52,6 @@ def test_only_the_trainers_own_thread_computes_with_one_thread():
         torch.set_num_threads(threads)
 
 
-@pytest.mark.usefixtures("nothing_own")
 def test_code_of_a_step_that_sets_the_number_of_threads_sets_it_for_that_step_alone():
     """As a function that scores on all cores: the steps after it, and runs after a reset, have the bits of before."""
     seen = list[int]()
