@@ -30,6 +30,10 @@ _FLAGS = {
 """Where a mode stores what it found, and what torch stores about all modes: whether there is one of some kind."""
 
 
+_SET_BY_OWN = "old_dispatch_mode_flags", "old_non_infra_dispatch_mode_flags"
+"""Those of `_FLAGS` that a mode of amplab sets. torch keeps one value for all threads: a mode that has found that of
+another thread, and ends after it, would leave it True for good."""
+
 _PATIENCE = 1.0  # seconds, in a loop: it takes milliseconds to see which blocks are open
 _references = -1  # to the class torch.inference_mode while no block is open
 
@@ -60,7 +64,10 @@ class DispatchMode(TorchDispatchMode):
         """Put this mode on top of this thread's stack."""
         self.is_entered = True  # first: an interrupt may follow
         self._backward, self._blocks = current_backward(), _inference_blocks()
+        is_first = not _get_current_dispatch_mode_stack()
         super().__enter__()  # type: ignore[no-untyped-call]  # torch's has no annotations
+        for memory in _SET_BY_OWN if is_first else ():
+            getattr(self, memory)[-1] = False
         return self
 
     def __torch_dispatch__(

@@ -1,6 +1,7 @@
 """Modes of amplab leave the stack in any order, and leave nothing behind in what torch stores about modes."""
 
 import itertools
+import threading
 
 import pytest
 import torch
@@ -49,6 +50,26 @@ def test_own_modes_end_in_any_order(kinds):
         assert _get_current_dispatch_mode_stack() == left
         assert flags() == (inside if left else dict.fromkeys(inside, False))
         assert torch.ones(2).add(1).sum() == 4
+
+
+def test_modes_of_two_threads_that_overlap_leave_nothing():
+    """As a trace of the lab in its thread, and xray in a cell: the one that ends last has begun inside the other."""
+    first_begun, second_begun, first_ended = threading.Event(), threading.Event(), threading.Event()
+
+    def first():
+        with Own():
+            first_begun.set()
+            assert second_begun.wait(10)
+        first_ended.set()
+
+    thread = threading.Thread(target=first)
+    thread.start()
+    assert first_begun.wait(10)
+    with Own():
+        second_begun.set()
+        assert first_ended.wait(10)
+    thread.join()
+    assert not any(flags().values())
 
 
 def test_a_second_exit_does_nothing():

@@ -86,10 +86,16 @@ def test_a_second_page_gets_the_whole_run_and_the_last_to_leave_ends_the_drawing
 
 
 def settle(lab: Dashboard, until) -> None:
-    """Wait until the ticker has done all its jobs."""
-    done: list[bool] = []
-    lab._presenter._ticker.call(lambda: done.append(True))
-    until(lambda: done and not lab._presenter._ticker._awake)
+    """Wait until the trainer and the ticker have done all that they were asked for."""
+    lab.trainer.wait(20)
+    ticker = lab._presenter._ticker
+
+    def is_quiet() -> bool:
+        was_awake = ticker._awake  # False also while a tick draws
+        ticker.wait()
+        return not was_awake and not ticker._awake
+
+    until(is_quiet)
 
 
 def test_not_more_than_ten_frames_a_second(lab: Dashboard, wire: list[dict], until) -> None:
