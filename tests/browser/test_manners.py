@@ -175,6 +175,28 @@ def test_a_refused_value_says_why_and_goes_back(dashboard: DashboardPage) -> Non
     expect(dashboard.root.locator(".amp-config")).to_contain_text("lr=0.05")
 
 
+def test_escape_takes_back_what_was_typed(dashboard: DashboardPage) -> None:
+    rate = dashboard.root.get_by_label("Learning rate", exact=True)
+    before = rate.input_value()
+    rate.fill("7")
+    rate.press("Escape")
+    expect(rate).to_have_value(before)
+    dashboard.press("Step")  # the field loses the focus
+    expect(dashboard.root.locator(".amp-config")).not_to_contain_text("lr=7")
+
+
+def test_what_is_no_number_in_a_browser_is_refused_in_words(dashboard: DashboardPage) -> None:
+    rate = dashboard.root.get_by_label("Learning rate", exact=True)
+    rate.click()
+    dashboard.lab.page.keyboard.type("1e400")  # fill() refuses it
+    rate.press("Enter")
+    alert = dashboard.root.locator(".amp-controls [role=alert]")
+    expect(alert).to_contain_text("Learning rate: not a number is not allowed; enter a number above 0")
+    rate.fill("0.06")
+    rate.press("Enter")
+    expect(alert).to_be_hidden()
+
+
 def test_an_exponent_that_no_number_holds_is_refused_as_it_was_typed(dashboard: DashboardPage) -> None:
     start = dashboard.root.get_by_label("init, exponent of two")
     alert = dashboard.root.locator(".amp-controls [role=alert]")

@@ -4,7 +4,7 @@ import assert from "node:assert/strict";
 import test from "node:test";
 
 import { pieces } from "../../amplab/views/web/bit_explorer.js";
-import { changeNote, exponentOf, faultNote, optionOf, powerOfTwo, speedPosition, speedText } from "../../amplab/views/web/controls.js";
+import { changeNote, exponentOf, faultNote, optionOf, powerOfTwo, speedPosition, speedText, typed } from "../../amplab/views/web/controls.js";
 import { arrowTarget, visible } from "../../amplab/views/web/elements.js";
 
 test("an exponent becomes a number where float64 has it, else text that a refusal can quote", () => {
@@ -12,6 +12,13 @@ test("an exponent becomes a number where float64 has it, else text that a refusa
   assert.equal(powerOfTwo(-1074), 5e-324);
   assert.equal(powerOfTwo(2000), "2**2000");
   assert.equal(powerOfTwo(-2000), "2**-2000");
+  assert.equal(powerOfTwo("not a number"), "not a number");
+});
+
+test("an empty field is no number, and what a browser refuses to read is not taken for an empty one", () => {
+  assert.equal(typed({ value: "0.5", validity: { badInput: false } }), 0.5);
+  assert.equal(typed({ value: "", validity: { badInput: false } }), null);
+  assert.equal(typed({ value: "", validity: { badInput: true } }), "not a number"); // such as 1e400
 });
 
 test("a value that is shown as an exponent comes back as the same value", () => {

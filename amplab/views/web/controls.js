@@ -38,19 +38,27 @@ function dropdown(name, label, change) {
 /** The value among [value, label] pairs that has this text. */
 export const optionOf = (options, text) => options.find(([value]) => String(value) === text)[0];
 
+/** What was typed into a number field: null for nothing, and text for what is no number, which the kernel refuses. */
+export const typed = ({ value, validity }) => (validity.badInput ? "not a number" : value === "" ? null : Number(value));
+
 /**
  * A number that is sent when it is complete (Enter, or focus leaves the field), not while it is typed. The field keeps
  * the typed text; after it was sent, the kernel's next answer replaces it: the new value, or the old one if refused.
+ * Escape takes back what was typed.
  */
 function number(label, change, attributes = {}) {
   const input = h("input", { type: "number", "aria-label": label, ...attributes });
   const commit = () => {
-    if (input.value === input.dataset.shown || input.value === input.dataset.sent) return;
+    const isKnown = input.value === input.dataset.shown || input.value === input.dataset.sent;
+    if (isKnown && !input.validity.badInput) return;
     input.dataset.sent = input.value;
-    change(input.value === "" ? null : Number(input.value));
+    change(typed(input));
   };
   input.addEventListener("change", commit);
-  input.addEventListener("keydown", (event) => event.key === "Enter" && commit());
+  input.addEventListener("keydown", ({ key }) => {
+    if (key === "Enter") commit();
+    if (key === "Escape") input.value = input.dataset.shown;
+  });
   const show = (value) => {
     const text = value === null ? "" : String(value);
     if (document.activeElement !== input || input.dataset.shown !== text || "sent" in input.dataset) input.value = text;
@@ -60,8 +68,9 @@ function number(label, change, attributes = {}) {
   return { input, show };
 }
 
-/** 2^exponent, or text where float64 has no such number: JSON has no Infinity, and a refusal quotes what was typed. */
+/** 2^exponent, or text where float64 has no such number: JSON has no Infinity, and a refusal quotes what was typed. Text stays. */
 export function powerOfTwo(exponent) {
+  if (typeof exponent === "string") return exponent;
   const value = 2 ** exponent;
   return value > 0 && Number.isFinite(value) ? value : `2**${exponent}`;
 }

@@ -97,7 +97,11 @@ function render({ model, el }) {
   const picture = h("div", { class: "picture" });
   const problem = h("p", { class: "problem", role: "alert", hidden: true });
   const spoken = h("p", { class: "unseen", role: "status", "aria-live": "polite" });
-  const complain = (text) => { write(problem, text); problem.hidden = !text; };
+  const complain = (text) => {
+    write(problem, text);
+    problem.hidden = !text;
+    picture.classList.toggle("old", Boolean(text)); // it does not show what the controls say
+  };
   const queue = new OneAtATime((message) => model.send(message), {
     late: () => complain("The kernel has not answered yet. If it is not busy, run this cell again."),
   });
