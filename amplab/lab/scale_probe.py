@@ -21,7 +21,7 @@ of each backward before it adds them, so that different scales do not mix.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -90,7 +90,7 @@ class ScaleProbe:
         return False
 
     def at_forward(self) -> None:
-        """Note that the next iteration starts."""
+        """Note that the next iteration may start."""
 
     def _hand_over(self) -> None:
         """Report the step that is over, if an interrupt has not let that happen."""
@@ -157,11 +157,10 @@ class _Calls:
     Attributes:
         count: how many there were.
         in_first: whether one was in the iteration whose record the probe keeps; further iterations may have followed.
-        reported: the record of torch's scaler with the last report.
     """
 
-    def __init__(self, reported: dict[str, Any] | None = None) -> None:
-        self.count, self.in_first, self.reported = 0, False, reported
+    def __init__(self) -> None:
+        self.count, self.in_first = 0, False
         self._found_inf: Tensor | None = None
 
     def see(self, optimizer: Optimizer, *_: object) -> None:
@@ -180,19 +179,24 @@ class _AmplabProbe(ScaleProbe):
         self._scaler = self.amp = scaler
         self.dynamic = scaler.is_enabled()
         self.growth_interval = scaler.get_growth_interval() if self.dynamic else None
+        self._rows = scaler._per_optimizer_states  # of this iteration; `update` replaces it
         self._calls = _Calls()
 
     def _see_call(self, optimizer: Optimizer, *_: object) -> None:
         self._calls.see(optimizer)
 
     def follow(self, optimizer: Optimizer, report: Report) -> Callable[[], None]:
+        self._rows = self._scaler._per_optimizer_states
+
         def hear(record: ScaleRecord) -> None:
-            calls = self._calls
-            if calls.count and record.skipped and not calls.found_inf():  # another optimizer has skipped its step
-                record = replace(record, skipped=False, first_nonfinite=None)
-            if calls.count or record.skipped:  # an update that sets the scale is not a step
+            calls, row = self._calls, self._rows.get(id(optimizer), {})
+            # The record is of the last step, which may be that of another optimizer.
+            skipped = record.found_inf and calls.found_inf() if calls.count else row.get("verdict", False)
+            if skipped is not record.skipped:
+                record = replace(record, skipped=skipped, first_nonfinite=None)
+            if calls.count or skipped:  # an update that sets the scale is not a step
                 report(record)
-            self._calls = _Calls()
+            self._calls, self._rows = _Calls(), self._scaler._per_optimizer_states
 
         ends = (
             self._scaler.subscribe(unless_undone(hear)),
@@ -218,9 +222,10 @@ class _TorchProbe(ScaleProbe):
         self.dynamic = True
         self.growth_interval = scaler.get_growth_interval()
         self._scale = scaler.get_scale()
-        self._rows = scaler._per_optimizer_states  # of this iteration; `update` replaces it
+        self._rows: Mapping[int, dict[str, Any]] = scaler._per_optimizer_states  # of this iteration; `update` replaces it
         self._calls = _Calls()
         self._optimizer_id = 0
+        self._has_ended = False
 
     def follow(self, optimizer: Optimizer, report: Report) -> Callable[[], None]:
         self._report, self._optimizer_id = report, id(optimizer)
@@ -228,6 +233,7 @@ class _TorchProbe(ScaleProbe):
         remove = optimizer.register_step_post_hook(observing_steps(self._see_call)).remove
 
         def end() -> None:
+            self._has_ended = True
             self.at_forward()
             self._report = None
             remove()
@@ -245,11 +251,14 @@ class _TorchProbe(ScaleProbe):
         self._hand_over()
         scale, was, rows = self._scaler.get_scale(), self._scale, self._scaler._per_optimizer_states
         row, calls, done = self._rows.get(self._optimizer_id), self._calls, None
-        stepped = row is not None and row["stage"] is OptState.STEPPED and row is not calls.reported
+        stepped = row is not None and row["stage"] is OptState.STEPPED
+        if stepped and rows is self._rows and not self._has_ended:
+            return  # between step and update
         if self._report is not None and (stepped or calls.count):
             skipped = stepped and not calls.in_first
             skipped = skipped or calls.found_inf() or (calls.count > 1 and self._backed_off(was, scale))
-            done, calls = ScaledStep(was, scale, skipped), _Calls(row)
+            done, calls = ScaledStep(was, scale, skipped), _Calls()
+        rows = {} if self._has_ended else rows  # nothing is reported twice
         # One line without a call: CPython lets no interrupt in between.
         self._scale, self._rows, self._calls, self._waiting = scale, rows, calls, done
         self._hand_over()

@@ -331,6 +331,8 @@ class Watch:
         """
         if not isinstance(value, Tensor):
             raise TypeError(f"loss({value!r}): expected the tensor that backward starts from, before .item().")
+        if not self._has_batches:  # a loop may not call the model itself, but a method of it
+            self._probe.at_forward()
         self._look.see_loss(value)
         self._losses += 1
         # A loss on a device is read later, so that nothing waits in the middle of a step.
@@ -428,8 +430,12 @@ class Watch:
 
     def _see_forward(self, module: nn.Module, _args: object) -> None:
         # torch.export traces without values, which the step before may need.
-        if module.training and torch.is_grad_enabled() and not (self._rerun.at_work or torch.compiler.is_exporting()):
+        if not torch.is_grad_enabled() or self._rerun.at_work or torch.compiler.is_exporting():
+            return
+        if module.training:
             self._at_forward()
+        elif not self._rerun.is_possible:  # else a step would run again in evaluation mode
+            self._probe.at_forward()
 
     def _at_forward(self) -> None:
         """The next step begins; with torch's scaler this ends the step before."""
@@ -783,7 +789,8 @@ def watch(
             With one of them and ``w.batches(loader)``, skipped steps run again and are explained; if no scaler
             skips steps, those with a loss of inf or NaN.
         log: folder or .jsonl file of the run log, which `amplab.lab.load_run` reads; None for no log. With torch's
-            GradScaler a step is known, and in the log, when the next forward begins or the block ends.
+            GradScaler a step is known, and in the log, when the next call of the model, `Watch.loss` or batch comes, or
+            the block ends.
         every: count the exponents of the gradients in every such step. The largest gradient is measured in every 16th
             step as well, so that replays of the history with other scales know most steps.
         tensorboard: folder of scalars for TensorBoard, which must be installed.

@@ -91,6 +91,30 @@ def test_a_session_takes_each_scale_out_before_it_accumulates():
 
 
 @pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize("order", [(0, 1), (1, 0)])
+@pytest.mark.parametrize("scaler_type", [torch.amp.GradScaler, amplab.GradScaler])
+def test_a_skip_of_one_of_two_optimizers_counts_if_it_is_the_first(scaler_type, order, fused):
+    """In step 2 the first one overflows, in step 4 the second one."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(16, 8), nn.Linear(8, 4))
+    optimizers = [torch.optim.SGD(each.parameters(), lr=0.1, fused=fused) for each in model]
+    scaler = scaler_type("cpu", init_scale=1024.0)
+    with watch(model, optimizers, scaler=scaler) as w:
+        for step, (x, y) in enumerate(BATCHES[:6]):
+            model.zero_grad()
+            scaler.scale(w.loss(F.cross_entropy(model(x), y))).backward()
+            for place, overflows_in in enumerate((2, 4)):
+                if step == overflows_in:
+                    model[place].weight.grad[0, 0] = float("inf")
+            for place in order:
+                scaler.step(optimizers[place])
+            scaler.update()
+    records = w.history.records()
+    assert [record.skipped for record in records] == [step == 2 for step in range(6)]
+    assert [record.next_loss_scale for record in records] == [1024.0, 1024.0, 512.0, 512.0, 256.0, 256.0]
+
+
+@pytest.mark.parametrize("fused", [False, True])
 @pytest.mark.parametrize("scaler_type", [torch.amp.GradScaler, amplab.GradScaler])
 def test_a_scale_set_by_hand_is_no_skip(scaler_type, fused):
     """Steps 1 and 4 overflow; the loop sets a lower scale itself, in place of the update and besides it."""
@@ -165,3 +189,56 @@ def test_steps_between_watch_and_its_block_are_not_counted():
     with w:
         step()
     assert [record.skipped for record in w.history.records()] == [False]
+
+
+class ByMethod(nn.Linear):
+    def loss_of(self, x, y):
+        return F.cross_entropy(F.linear(x, self.weight, self.bias), y)
+
+
+def in_evaluation(model):
+    model.eval()  # as with frozen statistics
+    return lambda x, y: F.cross_entropy(model(x), y)
+
+
+def validating(model):
+    def loss_of(x, y):
+        F.cross_entropy(model.eval()(x), y)  # with gradients
+        return F.cross_entropy(model.train()(x), y)
+
+    return loss_of
+
+
+@pytest.mark.parametrize("scaler_type", [torch.amp.GradScaler, amplab.GradScaler])
+@pytest.mark.parametrize("loss_of", [lambda model: model.loss_of, in_evaluation, validating])
+def test_steps_are_told_apart_however_the_loop_calls_its_model(scaler_type, loss_of):
+    torch.manual_seed(0)
+    model = ByMethod(16, 4)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    scaler, loss_of = scaler_type("cpu", init_scale=1024.0), loss_of(model)
+    with watch(model, optimizer, scaler=scaler) as w:
+        for step, (x, y) in enumerate(BATCHES):
+            optimizer.zero_grad()
+            scaler.scale(w.loss(loss_of(x, y) * (float("inf") if step in (2, 3, 6) else 1.0))).backward()
+            scaler.step(optimizer)
+            scaler.update()
+    skipped = [record.step for record in w.history.records() if record.skipped]
+    assert (len(w.history), skipped) == (8, [2, 3, 6])
+    assert list(w.history.column("next_loss_scale")) == [1024.0] * 2 + [512.0] + [256.0] * 3 + [128.0] * 2
+
+
+@pytest.mark.parametrize("scaler_type", [torch.amp.GradScaler, amplab.GradScaler])
+def test_a_forward_between_step_and_update_ends_no_step(scaler_type):
+    """As of a loop that measures the model it has just stepped."""
+    model, optimizer = make()
+    scaler = scaler_type("cpu", init_scale=1024.0)
+    with watch(model, optimizer, scaler=scaler) as w:
+        for step, (x, y) in enumerate(BATCHES):
+            optimizer.zero_grad()
+            loss = F.cross_entropy(model(x), y) * (float("inf") if step in (2, 3, 6) else 1.0)
+            scaler.scale(w.loss(loss)).backward()
+            scaler.step(optimizer)
+            model(x)
+            scaler.update()
+    assert [record.skipped for record in w.history.records()] == [step in (2, 3, 6) for step in range(8)]
+    assert list(w.history.column("next_loss_scale")) == [1024.0] * 2 + [512.0] + [256.0] * 3 + [128.0] * 2

@@ -523,6 +523,7 @@ class GradScaler(torch.amp.GradScaler):
             found_inf_of([row], scale.device) if skips else torch.zeros((), dtype=torch.float32, device=scale.device)
         )
         if makes_momentum(optimizer, known) and found_inf.item() > 0:
+            row["verdict"] = True
             self._skip(optimizer)
             return None
         self._last = StepReport(optimizer.param_groups, known.params, found_inf, self._scale_at_fault(optimizer))
