@@ -35,6 +35,7 @@ class KeptAttributes:
     Args:
         roots: Objects and functions by name; see `own_objects.holders`.
         weights: Returns tensors that are kept in another way, as is what shares memory with them.
+        followed: More of them; see `own_objects.holders`.
         is_of_step: Whether it is made before each step, and may take little time: up to 1 MiB of tensors and arrays and
             20,000 elements are kept, otherwise 64 MiB and a million.
 
@@ -52,7 +53,12 @@ class KeptAttributes:
     """
 
     def __init__(
-        self, roots: Mapping[str, Any], weights: Callable[[], Iterable[Tensor]] = tuple, *, is_of_step: bool = False
+        self,
+        roots: Mapping[str, Any],
+        weights: Callable[[], Iterable[Tensor]] = tuple,
+        *,
+        followed: Mapping[str, Any] | None = None,
+        is_of_step: bool = False,
     ) -> None:
         self._weights = weights
         self._storages: set[int] | None = None
@@ -61,7 +67,7 @@ class KeptAttributes:
         self._is_complete = True
         self._seen: set[int] = set()
         self._restorers: list[Callable[[], bool | None]] = []
-        for _, names in holders(roots):
+        for _, names in holders(roots, followed):
             self._keep_names(names)
 
     def _is_weights(self, value: Tensor) -> bool:

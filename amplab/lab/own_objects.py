@@ -12,12 +12,12 @@ import functools
 import sys
 import sysconfig
 from collections import OrderedDict, defaultdict, deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from enum import Enum
 from functools import partial
 from pathlib import Path
 from threading import Thread
-from types import FunctionType, MethodType, SimpleNamespace
+from types import CodeType, FunctionType, MethodType, SimpleNamespace
 from typing import Any
 
 import torch
@@ -32,10 +32,11 @@ from amplab.amp.apex.optimizer_names import LENT_NAMES
 from amplab.lab.own_values import READERS, SCALARS
 from amplab.trace.as_found import rebind
 from amplab.trace.optimizer_hooks import is_amplabs
+from amplab.trace.reached_values import reached_from
 from amplab.trace.tensor_copies import write_value
 from amplab.trace.untouched import WRAPPERS
 
-__all__ = ["Names", "holders"]
+__all__ = ["Names", "holders", "named_by"]
 
 _MOST_PARTS = 1_000  # of the containers of one attribute that may hold objects
 _DEPTH = 4  # of such containers
@@ -180,6 +181,23 @@ class _Cells(Names):
         return restore
 
 
+class _Globals(Names):
+    """The global variables that the code of a function names."""
+
+    def __init__(self, function: FunctionType) -> None:
+        values = function.__globals__
+        super().__init__(function, {name: values[name] for name in _names_in(function.__code__) if name in values})
+
+    def restorer(self) -> Callable[[], None]:
+        return partial(self.owner.__globals__.update, self._names)
+
+
+def _names_in(code: CodeType) -> set[str]:
+    """Return the names in a function's code, and in that of the functions inside it."""
+    inner = [_names_in(each) for each in code.co_consts if isinstance(each, CodeType)]
+    return {*code.co_names}.union(*inner)
+
+
 def _has_value(cell: Any) -> bool:
     try:
         _ = cell.cell_contents
@@ -199,16 +217,35 @@ def _may_follow(own: Any, value: Any) -> bool:
     return not callable(own) and not isinstance(own, (Optimizer, *READERS))
 
 
-def holders(roots: Mapping[str, Any]) -> Iterator[tuple[str, Names]]:
-    """Yield the path and the names of each object that keeps something, of each one once."""
+def named_by(functions: Iterable[Callable[..., Any]]) -> dict[str, Any]:
+    """Return the objects that the code of functions names, and the variables of those of one's own, for `holders`."""
+    found: dict[str, Any] = {}
+    for each in [reached for function in functions for reached in reached_from(function)]:
+        if isinstance(each, FunctionType) and not _is_installed(each.__code__.co_filename):
+            found |= {f"{len(found)} globals": _Globals(each), f"{len(found)} variables": _Cells(each)}
+        elif _is_followed(each):
+            found[f"{len(found)}"] = each
+    return found
+
+
+def holders(roots: Mapping[str, Any], followed: Mapping[str, Any] | None = None) -> Iterator[tuple[str, Names]]:
+    """Yield the path and the names of each object that keeps something, of each one once.
+
+    Args:
+        roots: objects and functions by name; those of a class of one's own are looked at, and not followed to others.
+        followed: objects, or `Names`, that are followed.
+    """
     seen, left = set[int](), _MOST_OBJECTS
-    waiting = deque(roots.items())
+    waiting = deque((*roots.items(), *(followed or {}).items()))
     while waiting:
         path, value = waiting.popleft()
         if id(value) in seen:
             continue
         seen.add(id(value))
-        if isinstance(value, nn.Module):
+        if isinstance(value, Names):
+            yield path, value
+            waiting += _parts_in(path, value, _is_followed)
+        elif isinstance(value, nn.Module):
             for place, module in value.named_modules():
                 seen.add(id(module))
                 yield f"{path}/{place}", (names := Names(module, vars(module), _OF_EVERY_MODULE))
@@ -290,10 +327,13 @@ def _is_of_ones_own(value: Any) -> bool:
     """
     kind = type(value)
     file = getattr(sys.modules.get(kind.__module__), "__file__", None) or ""
-    is_librarys = file.startswith(_LIBRARIES) or any(folder in file for folder in _INSTALLED) or not file
-    if is_librarys and kind.__module__ != "__main__":
+    if (not file or _is_installed(file)) and kind.__module__ != "__main__":
         return kind is SimpleNamespace
     return (_attributes(value) is not None or bool(_slots_of(kind))) and not issubclass(kind, _OTHERS)
+
+
+def _is_installed(file: str) -> bool:
+    return file.startswith(_LIBRARIES) or any(folder in file for folder in _INSTALLED)
 
 
 def _attributes(value: Any) -> dict[str, Any] | None:

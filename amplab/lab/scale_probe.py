@@ -222,7 +222,7 @@ class _TorchProbe(ScaleProbe):
         self.dynamic = True
         self.growth_interval = scaler.get_growth_interval()
         self._scale = scaler.get_scale()
-        self._rows: Mapping[int, dict[str, Any]] = scaler._per_optimizer_states  # of this iteration; `update` replaces it
+        self._rows: Mapping[int, Any] = scaler._per_optimizer_states  # of this iteration; `update` replaces it
         self._calls = _Calls()
         self._optimizer_id = 0
         self._has_ended = False

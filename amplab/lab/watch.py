@@ -15,13 +15,14 @@ learns the outcome of a step, `gradient_measure` measures gradients, `idle_optim
 
 from __future__ import annotations
 
+import inspect
 import math
 import sys
 import time
 import warnings
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import partial
 from os import PathLike
@@ -51,6 +52,8 @@ from amplab.lab.findings import LOOK_BACK, observed_run, with_explained
 from amplab.lab.gradient_measure import GradientMeasure
 from amplab.lab.history import History, recorded
 from amplab.lab.idle_optimizers import ENOUGH_STEPS, IdleOptimizers
+from amplab.lab.kept_attributes import KeptAttributes
+from amplab.lab.own_objects import named_by
 from amplab.lab.rank_watch import RankWatch
 from amplab.lab.run_log import check_writable
 from amplab.lab.run_store import RunStore
@@ -143,6 +146,7 @@ class Watch:
         self._every = every
         self._measure = GradientMeasure(optimizers, self._names_of_stepped)
         self._rerun = StepRerun(model, loss, step, self._probe.amp)
+        self._code = loss, step
         self._scalars = scalars
         self._rates: deque[tuple[int, float]] = deque(maxlen=LOOK_BACK)
         self._norms: dict[int, float] = {}
@@ -617,7 +621,8 @@ class Watch:
             return
         self._look.pause()
         try:
-            found = self._rerun.first_nonfinite(loss_scale)
+            with self._taken_back():
+                found = self._rerun.first_nonfinite(loss_scale)
         except Exception as error:  # a failed explanation must not end the loop
             if is_interrupt(error):
                 raise
@@ -634,13 +639,32 @@ class Watch:
             why = f"could not run again: {failure}"
             self._store.explain(SkipExplanation(step, "once", why, rank=rank))
             self._needs_other_ranks = bool(case)
-            self._fail(f"step {step} could not run again: {failure}")
+            if not any(each.endswith(failure) for each in self._failures):
+                self._fail(f"step {step} could not run again: {failure}")
         else:
             first = self.history.record(0).loss if len(self.history) else None
             self._store.explain(explained(found, step=step, loss=value, first_loss=first, rank=self._store.rank))
             if found is not None:
                 self._store.find(step, finding_of(found))
         self._store.budget.took(time.perf_counter() - began, kind)
+
+    @contextmanager
+    def _taken_back(self) -> Iterator[None]:
+        """Run a block, after which code that runs in a step keeps what it kept before, such as a count of calls."""
+        functions = [inspect.unwrap(each) for each in self._code if each is not None]
+        kept = KeptAttributes({"model": self._model}, self._weights, followed=named_by(functions))
+        try:
+            yield
+        finally:
+            if not kept.restore():
+                self._fail_once(
+                    "a step ran again for its reason, and its code keeps more than is restored after that (tensors of "
+                    "64 MiB, a million elements), which may have changed. Leave out step= and loss= to run none again."
+                )
+
+    def _weights(self) -> list[Tensor]:
+        """The tensors that a tool restores itself."""
+        return [*self._model.parameters(), *self._model.buffers()]
 
     def _where_gradients_overflow(self) -> str:
         """Say which gradients of this rank are finite: a backward, which begins at the last one, overflowed there."""
@@ -775,7 +799,9 @@ def watch(
 
     The loop computes what it computes without a watch. One difference is possible, in the first step and in one of a
     thousand, whose ops are looked at: under any dispatch mode torch computes the gradients of ``prod``, and of
-    ``masked_fill`` with a tensor as its value, by another formula, whose last bits may differ.
+    ``masked_fill`` with a tensor as its value, by another formula, whose last bits may differ. After a step that runs
+    again, what its code keeps is as before: weights, random generators, variables, and what containers and objects of
+    your own classes hold. Iterators, files and objects of installed packages are not taken back.
 
     If another thread is alive when the block ends, as in a notebook, amplab's hooks on the steps of all optimizers stay
     registered in the process; they do nothing until the next watch or tool.
