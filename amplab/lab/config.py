@@ -305,9 +305,9 @@ class ExperimentConfig:
     )
 
     def __post_init__(self) -> None:
-        """Fill in the model and the optimizer of the task; refuse what cannot be trained."""
+        """Make the values plain, fill in the model and the optimizer of the task; refuse what cannot be trained."""
         for name, declared in FIELDS.items():
-            declared.check(getattr(self, name))
+            object.__setattr__(self, name, declared.accepted(getattr(self, name)))
         if self.model is None:
             object.__setattr__(self, "model", next(iter(models_of(self.task)), None))
         if self.optimizer is None:
@@ -508,8 +508,7 @@ class ExperimentConfig:
         >>> str(ExperimentConfig(opt_level="O2", master_weights=False).changed(opt_level="O1"))
         'amplab/1 task=digits model=mlp opt_level=O1'
         """
-        for name, value in changes.items():
-            field_named(name).check(value)
+        changes = {name: field_named(name).accepted(value) for name, value in changes.items()}
         level = str(changes.get("opt_level", self.opt_level))
         dropped: dict[str, object] = {name: None for name in OVERRIDES if why_no_override(level, name)}
         if changes.get("loss_scale") not in (None, "dynamic"):

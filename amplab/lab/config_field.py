@@ -184,10 +184,21 @@ class ConfigField:
             return "true|false"
         return "|".join(self.values.choices()) or self.example or spell(self.default)
 
-    def check(self, value: object) -> None:
-        """Raise ValueError unless the field accepts `value`."""
+    def accepted(self, value: object) -> Any:
+        """Return `value` in the plain type of the field: one of a subclass may have another text, which nothing reads.
+
+        >>> from amplab.lab.config import FIELDS
+        >>> import numpy as np
+        >>> FIELDS["lr"].accepted(np.float64(0.05)), FIELDS["model"].accepted(np.str_("cnn"))
+        (0.05, 'cnn')
+
+        Raises:
+            ValueError: The field does not accept it.
+        """
+        value = _plain(value)
         if not self.values.accepts(value):
             raise self.refusal(spell(value))
+        return float(value) if self.values.kind is float and type(value) is int else value
 
     def read(self, text: str) -> Any:
         """Return the value that `text` spells.
@@ -255,6 +266,16 @@ def spell(value: object) -> str:
     if mantissa == 0.5 and not -10 < exponent - 1 < 10:
         return f"2**{exponent - 1}"
     return repr(int(value)) if value.is_integer() and abs(value) < 1e15 else repr(value)
+
+
+def _plain(value: object) -> object:
+    """Return the built-in number or text of a value of a subclass, as of NumPy or of an enum; another value itself."""
+    if isinstance(value, bool):
+        return value
+    for kind, of in ((float, float.__float__), (int, int.__int__), (str, str.__str__)):
+        if isinstance(value, kind):
+            return of(value)  # float(value) and str(value) may be the subclass's own
+    return value
 
 
 def _read(text: str) -> object:

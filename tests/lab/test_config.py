@@ -1,6 +1,7 @@
 """ExperimentConfig: its string both ways, its sentences, its changes."""
 
 import re
+from enum import Enum, IntEnum, StrEnum
 
 import numpy as np
 import pytest
@@ -49,6 +50,70 @@ def configs(draw: st.DrawFn) -> ExperimentConfig:
 def test_string_reads_back_as_the_same_config(config):
     assert ExperimentConfig.parse(str(config)) == config
     assert "\n" not in str(config)
+
+
+class Loud:
+    """What no string of a config may hold."""
+
+    def __repr__(self):
+        return "<loud>"
+
+    __str__ = __repr__
+
+
+class LoudInt(Loud, int):
+    pass
+
+
+class LoudFloat(Loud, float):
+    pass
+
+
+class LoudStr(Loud, str):
+    pass
+
+
+def disguises(value: object) -> list[object]:
+    """Return values of subclasses of the type of one, as NumPy, enums and one's own code have them, that equal it."""
+    match value:
+        case bool() | None:
+            return [value]
+        case int():
+            return [LoudInt(value), IntEnum("Named", {"member": value}).member]
+        case float():
+            return [np.float64(value), LoudFloat(value), Enum("Named", {"member": value}, type=float).member]
+    named = [Enum("Named", {"member": value}, type=str).member, StrEnum("Named", {"member": value}).member]
+    return [np.str_(value), LoudStr(value), *named]
+
+
+@given(configs(), st.data())
+def test_values_of_subclasses_are_kept_as_the_plain_values(config, data):
+    values = {name: getattr(config, name) for name in FIELDS}
+    given = {name: data.draw(st.sampled_from(disguises(value)), name) for name, value in values.items()}
+    made = ExperimentConfig(**given)
+    for each in (made, ExperimentConfig().changed(**given)):
+        assert each == config
+        assert str(each) == str(config)
+        assert ExperimentConfig.parse(str(each)) == config
+        assert {type(getattr(each, name)) for name in FIELDS} <= {str, int, float, bool, type(None)}
+    if config.lr is not None:
+        assert str(ExperimentConfig().with_rate(given["lr"])) == str(ExperimentConfig(lr=config.lr).with_rate(config.lr))
+
+
+@pytest.mark.parametrize("name", FIELDS)
+def test_the_default_of_each_field_may_come_as_a_value_of_a_subclass(name):
+    default = getattr(ExperimentConfig(), name)
+    chosen = {"lr": 1, "loss_scale": "dynamic", "float32_ops": "linear", "float32_modules": "0"}.get(name, default)
+    for each in disguises(chosen):
+        config = ExperimentConfig(**{name: each})
+        assert config == ExperimentConfig.parse(str(config)) == ExperimentConfig(**{name: chosen})
+        assert repr(config) == repr(ExperimentConfig(**{name: chosen}))
+
+
+def test_a_whole_number_of_a_number_field_is_kept_as_a_float():
+    config = ExperimentConfig(lr=1, init_scale=2**70 + 1, max_loss_scale=2**71)
+    assert str(config) == "amplab/1 task=digits model=mlp opt_level=O1 lr=1 init_scale=2**70 max_loss_scale=2**71"
+    assert type(config.lr) is float
 
 
 def test_string_names_the_three_and_what_differs():
