@@ -41,10 +41,11 @@ from amplab.lab.batches import ReadingStopped
 from amplab.lab.compute_threads import own_number_kept
 from amplab.lab.config import FIELDS, OWN, ExperimentConfig
 from amplab.lab.config_field import SettingRefused, listed
+from amplab.lab.drawing_turns import drawing_alone
 from amplab.lab.events import GradientRecord, MixedScales, StepRecord
 from amplab.lab.faults import (
     after_step,
-    check_fault,
+    fault_named,
     faults_in,
     faults_named,
     nan_in_first_activation,
@@ -72,7 +73,6 @@ from amplab.lab.session_settings import (
 from amplab.lab.step_rerun import StepRerun
 from amplab.lab.step_stages import StageRecorder, StepStages
 from amplab.lab.tasks import OWN_TASK, TASKS, Task, TaskLoss, load_task, task_choice
-from amplab.lab.tasks.task import drawing_alone
 from amplab.policies.nested_tensors import floating_tensors_in
 from amplab.policies.signals import is_interrupt
 from amplab.scalers import ScaleState
@@ -361,8 +361,7 @@ class Experiment:
         Raises:
             ValueError: There is no such fault.
         """
-        check_fault(fault)
-        self._faults = switched(self._faults, fault, on)
+        self._faults = switched(self._faults, fault_named(fault), on)
 
     def switch(self, config: ExperimentConfig) -> None:
         """Use another config from the next step on, with weights and optimizer state kept.

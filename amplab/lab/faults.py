@@ -23,7 +23,7 @@ from amplab.policies.nested_tensors import floating_tensors_in, map_tensors
 __all__ = [
     "FAULTS",
     "after_step",
-    "check_fault",
+    "fault_named",
     "faults_in",
     "faults_named",
     "nan_in_first_activation",
@@ -41,10 +41,16 @@ _OVERFLOW_LOG2 = 60  # gradients from 2^-44 on then overflow in float16, and no 
 _FLOAT32_TOP = 2.0**127
 
 
-def check_fault(fault: str) -> None:
-    """Raise ValueError unless `fault` is one of `FAULTS`."""
-    if fault not in FAULTS:
-        raise ValueError(f"{fault!r}: expected a fault that can be injected; choose from {', '.join(FAULTS)}.")
+def fault_named(fault: str) -> str:
+    """Return the one of `FAULTS` that equals `fault`, which may be a member of an enum.
+
+    Raises:
+        ValueError: There is no such fault.
+    """
+    for each in FAULTS:
+        if each == fault:
+            return each
+    raise ValueError(f"{fault!r}: expected a fault that can be injected; choose from {', '.join(FAULTS)}.")
 
 
 def switched(faults: Set[str], fault: str, on: bool | None) -> frozenset[str]:

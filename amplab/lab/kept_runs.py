@@ -242,7 +242,7 @@ class KeptRuns:
         Raises:
             ValueError: There is no such run, or `MOST_SHOWN` lines are drawn already.
         """
-        run = self.numbered(number)
+        run, is_shown = self.numbered(number), bool(is_shown)
         if is_shown and sum(each.is_shown for each in self.runs) >= MOST_SHOWN:
             raise ValueError(f"{MOST_SHOWN} runs are drawn already; hide one first.")
         if run.is_shown != is_shown:

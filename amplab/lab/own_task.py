@@ -36,10 +36,10 @@ from amplab.lab.batches import Batches, check_data
 from amplab.lab.code_digests import code_digests
 from amplab.lab.config import OWN
 from amplab.lab.data_generators import DataGenerators
+from amplab.lab.drawing_turns import drawing_alone
 from amplab.lab.kept_attributes import KeptAttributes
 from amplab.lab.models import MODELS, ModelChoice
 from amplab.lab.tasks import OWN_TASK, TASKS, MakeOptimizer, Score, Task, TaskChoice, TaskLoss
-from amplab.lab.tasks.task import drawing_alone
 from amplab.optimizers import FusedOptimizer
 from amplab.optimizers.group_settings import learning_rate
 from amplab.policies.nested_tensors import tensors_in

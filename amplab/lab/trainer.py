@@ -33,6 +33,7 @@ from amplab.lab.comparison import Comparison, Progress, levels_of
 from amplab.lab.config import FIELDS, ExperimentConfig
 from amplab.lab.config_remedies import ConfigRemedy
 from amplab.lab.controls import Controls
+from amplab.lab.drawing_turns import leaving_turn
 from amplab.lab.events import (
     ActivationsReady,
     Callback,
@@ -52,7 +53,7 @@ from amplab.lab.events import (
     TwinReady,
 )
 from amplab.lab.experiment import Experiment, StepStopped, samples_gradients
-from amplab.lab.faults import check_fault
+from amplab.lab.faults import fault_named
 from amplab.lab.history import History
 from amplab.lab.kept_runs import KeptRun, KeptRuns
 from amplab.lab.memory_count import level_memory
@@ -108,7 +109,8 @@ class Trainer:
     Trainers of one process take turns, step by step: torch has one CPU generator for all threads, which the step of a
     model that draws random numbers seeds and restores (see `register_model`). Such a run has the bits that it has
     alone, unless another thread draws during a step; and what another thread draws then is not what its seed says, and
-    may come twice. The models of the lab draw none.
+    may come twice. The models of the lab draw none. Code of one's own that a trainer calls, such as what makes a model or
+    measures a score, may train with another trainer and wait for it; waiting for the one that calls it is an error.
 
     Args:
         config: The experiment; None for the default one.
@@ -283,8 +285,7 @@ class Trainer:
             RuntimeError: The run has stopped or failed; call reset() first.
             ValueError: `steps` is not a whole number > 0.
         """
-        if steps is not None:
-            _check_steps(steps)
+        steps = None if steps is None else _checked_steps(steps)
         self._controls.refuse_unless_alive("start()")
         self._controls.start(steps)
         self._run.paused_by = None
@@ -342,6 +343,7 @@ class Trainer:
             raise ValueError(
                 f"speed={speed!r}: expected steps per second, a number >= {LOWEST_SPEED}, or None for full speed."
             )
+        speed = None if speed is None else float(speed)
         with self._lock:
             self._controls.pace(speed)
             self._controls.in_turn(partial(self._pace, speed))
@@ -487,7 +489,7 @@ class Trainer:
         Raises:
             ValueError: `steps` is not a whole number > 0.
         """
-        _check_steps(steps)
+        steps = _checked_steps(steps)
         self.stop_comparison()
         chosen = levels_of(self._controls.config) if configs is None else configs
         comparison = self._new_comparison(chosen, steps)
@@ -523,7 +525,7 @@ class Trainer:
         Raises:
             ValueError: There is no such fault.
         """
-        check_fault(fault)
+        fault, on = fault_named(fault), None if on is None else bool(on)
         self._controls.change(partial(self._run.disturb, fault, on))
 
     def request_trace(self) -> None:
@@ -553,7 +555,7 @@ class Trainer:
         Raises:
             ValueError: `index` is not a whole number >= 0.
         """
-        _check_number(index=index)
+        index = _checked_number("index", index)
 
         def measure() -> Event:
             inputs = InputStatistics(index)
@@ -583,7 +585,7 @@ class Trainer:
         Raises:
             ValueError: `step` is not the number of a step.
         """
-        _check_number(step=step)
+        step = _checked_number("step", step)
         self._worker.post(lambda: self._run.explainer.answer(step))
 
     def request_stages(self, step: int, parameter: str | None = None) -> None:
@@ -598,7 +600,7 @@ class Trainer:
         Raises:
             ValueError: `step` is not the number of a step.
         """
-        _check_number(step=step)
+        step = _checked_number("step", step)
         self._request(f"step {step} in stages", lambda: StagesReady(self._run.explainer.stages(step, parameter), step))
 
     @property
@@ -611,6 +613,7 @@ class Trainer:
         """The skipped steps that `request_stages` can record: those of one optimizer that are kept."""
         return self._run.explainer.walkable
 
+    @leaving_turn
     def run(self, steps: int) -> History:
         """Train `steps` steps and return the history when they are done; an interrupt pauses at a step boundary.
 
@@ -620,9 +623,11 @@ class Trainer:
         Raises:
             RuntimeError: The experiment is running already, has stopped or failed, or fails in one of these steps; or
                 the run is paused because a batch cannot be read or a hook of an optimizer has raised; see `paused_by`.
+                Called in the trainer's own thread, as in a callback.
             ValueError: `steps` is not a whole number > 0.
         """
-        _check_steps(steps)
+        steps = _checked_steps(steps)
+        self._worker.refuse_in_own_thread(f"run({steps})")
         try:
             with self._lock:
                 self._worker.refuse_at_end()
@@ -647,7 +652,7 @@ class Trainer:
         """Wait until nothing runs and every control has taken effect; return whether that took at most `timeout` s.
 
         Raises:
-            RuntimeError: Called in a callback, that is in the trainer's own thread.
+            RuntimeError: Called in the trainer's own thread, as in a callback, or in a function that measures a score.
         """
         return self._worker.wait(timeout)
 
@@ -850,16 +855,21 @@ def _timed_step(step: Callable[[], StepRecord], store: RunStore) -> StepRecord:
     return record
 
 
-def _check_steps(steps: int) -> None:
-    if isinstance(steps, bool) or not isinstance(steps, int) or steps < 1:
+def _checked_steps(steps: int) -> int:
+    """Return a number of steps as an int; raise a ValueError unless it is a whole number > 0."""
+    if isinstance(steps, bool) or not isinstance(steps, Integral) or steps < 1:
         raise ValueError(f"steps={steps!r}: expected a whole number > 0, such as 300.")
+    return int(steps)
 
 
-def _check_number(**given: object) -> None:
-    """Raise a ValueError unless an argument is the number of a step or of an op; not in the trainer's thread."""
-    for name, value in given.items():
-        if isinstance(value, bool) or not isinstance(value, Integral) or value < 0:
-            raise ValueError(f"{name}={value!r}: expected a whole number >= 0, such as 12.")
+def _checked_number(name: str, value: int) -> int:
+    """Return the number of a step or of an op as an int, which a page can show; raise a ValueError for another value.
+
+    It is called before what is asked for waits for the trainer's thread.
+    """
+    if isinstance(value, bool) or not isinstance(value, Integral) or value < 0:
+        raise ValueError(f"{name}={value!r}: expected a whole number >= 0, such as 12.")
+    return int(value)
 
 
 _LIVE: weakref.WeakSet[Trainer] = weakref.WeakSet()

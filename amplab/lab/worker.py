@@ -23,6 +23,7 @@ from contextlib import suppress
 from typing import TypeVar
 
 from amplab.lab.compute_threads import compute_with
+from amplab.lab.drawing_turns import leaving_turn
 from amplab.lab.fork_locks import LockOrder, hold_over_forks
 
 __all__ = ["Worker"]
@@ -101,14 +102,14 @@ class Worker:
                 _start(self._run)
             self._news.notify_all()
 
+    @leaving_turn
     def wait(self, timeout: float | None = None) -> bool:
         """Wait until nothing is wanted or queued; return whether that happened within `timeout` seconds.
 
         Raises:
             RuntimeError: Called in the worker's own thread.
         """
-        if threading.current_thread() is self._thread:
-            raise RuntimeError("wait() in a callback would wait for itself; call wait() or run() in another thread.")
+        self.refuse_in_own_thread("wait()")
         end = math.inf if timeout is None else time.monotonic() + timeout
         if self._is_at_work():
             self.wake()  # an interrupted call may have left work without a thread
@@ -118,6 +119,14 @@ class Worker:
                 return False
             time.sleep(min(left, _LOOK_SECONDS))  # Ctrl-C in the wait of a Condition may leave its lock free
         return True
+
+    def refuse_in_own_thread(self, call: str) -> None:
+        """Raise a RuntimeError in the worker's own thread, which cannot wait for itself."""
+        if threading.current_thread() is self._thread:
+            raise RuntimeError(
+                f"{call} in a callback, or in code of one's own that the trainer calls, would wait for itself; call "
+                "wait() or run() in another thread."
+            )
 
     def end(self, timeout: float) -> None:
         """Accept no more commands, and end the thread: one still inside torch when Python exits crashes the process."""
@@ -174,7 +183,7 @@ class Worker:
         with self.lock:
             self.refuse_at_end()
             self.post(reply)
-        return answer.result()
+        return leaving_turn(answer.result)()
 
     def _run(self, unset: threading.Lock) -> None:
         """Be the thread: compute with one intra-op thread, tell the starting one, work."""

@@ -9,7 +9,7 @@ from torch import nn
 from amplab.lab.faults import (
     FAULTS,
     after_step,
-    check_fault,
+    fault_named,
     faults_in,
     faults_named,
     nan_in_first_activation,
@@ -36,7 +36,7 @@ def test_only_underflow_toggles(faults, fault):
 
 def test_a_name_that_is_no_fault_is_refused():
     with pytest.raises(ValueError, match=r"'NaN'.*overflow, underflow, nan"):
-        check_fault("NaN")
+        fault_named("NaN")
 
 
 def test_nan_goes_into_a_copy_of_the_batch_or_into_the_first_activation():

@@ -7,7 +7,9 @@ import sys
 import threading
 import time
 from dataclasses import replace
+from enum import Enum
 
+import numpy as np
 import pytest
 import torch
 
@@ -17,7 +19,9 @@ from amplab.lab import (
     ExperimentConfig,
     Failed,
     GradientsReady,
+    InputsReady,
     SkipExplained,
+    StagesReady,
     StateChanged,
     StepRecord,
     TraceReady,
@@ -191,6 +195,30 @@ def test_faults_are_recorded_in_their_step(trainer):
     assert [record.step for record in trainer.history.skips()] == [3, 4]
     with pytest.raises(ValueError, match="'zap'"):
         trainer.inject("zap")
+
+
+def test_numbers_flags_and_names_of_numpy_and_of_enums_take_effect_as_plain_ones(trainer, listen):
+    ear = listen(trainer)
+    trainer.set_speed(np.float64(1e4))
+    assert type(trainer.speed) is float
+    assert len(trainer.run(np.int64(2))) == 2
+    trainer.inject(Enum("Fault", {"BAD": "nan"}, type=str).BAD)
+    assert trainer.run(1).last.injected == "nan"
+    trainer.inject("underflow", on=np.True_)
+    trainer.inject("underflow", on=np.False_)
+    for request in (trainer.request_explanation, trainer.request_stages):
+        request(np.int64(2))
+    trainer.request_inputs(np.int64(0))
+    assert trainer.wait(20)
+    assert [change.text for change in trainer.history.changes][-1:] == ["injected underflow: off"]
+    assert {type(event.step) for event in ear.of(StagesReady) + ear.of(SkipExplained)} == {int}
+    assert type(ear.of(InputsReady)[0].index) is int
+    trainer.reset()
+    assert trainer.wait(20)
+    trainer.kept.show(1, is_shown=np.False_)
+    assert trainer.kept.runs[0].is_shown is False
+    with pytest.raises(ValueError, match="steps="):
+        trainer.run(np.int64(0))
 
 
 def test_requests_are_answered_at_rest_and_in_flight(trainer, listen, until):

@@ -13,16 +13,13 @@ The tasks themselves are in the other files of this folder.
 
 from __future__ import annotations
 
-import functools
 import math
-import os
-import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import lru_cache
-from typing import Any, ParamSpec, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -37,12 +34,9 @@ __all__ = [
     "Task",
     "TaskChoice",
     "TaskLoss",
-    "drawing_alone",
     "rows_of_step",
 ]
 
-P = ParamSpec("P")
-R = TypeVar("R")
 MakeOptimizer = Callable[[Iterable[Tensor]], Optimizer]
 
 
@@ -183,34 +177,6 @@ class Task(ABC):
             yield
         finally:
             torch.set_rng_state(state)
-
-
-_turn = threading.RLock()
-"""Of the thread that draws random numbers: torch, Python and NumPy have one generator each for all threads."""
-
-
-def drawing_alone(function: Callable[P, R]) -> Callable[P, R]:
-    """Let calls of several threads take turns, so that each run has the random numbers that its config and seed say.
-
-    It is for what seeds the generators, or restores them, and computes in between.
-    """
-
-    @functools.wraps(function)
-    def in_turn(*args: P.args, **named: P.kwargs) -> R:
-        with _turn:
-            return function(*args, **named)
-
-    return in_turn
-
-
-def _take_turns_anew() -> None:
-    """In a forked process: the thread whose turn it was is not there."""
-    global _turn  # noqa: PLW0603
-    _turn = threading.RLock()
-
-
-if os.name == "posix":
-    os.register_at_fork(after_in_child=_take_turns_anew)
 
 
 def rows_of_step(count: int, seed: int, step: int, batch_size: int) -> Tensor:
