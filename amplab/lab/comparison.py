@@ -54,7 +54,7 @@ class Comparison:
     Args:
         configs: One for each run.
         steps: Steps of each, > 0.
-        begin: Makes a run of a config.
+        begin: Makes a run of a config; None if it cannot, and the next one begins.
         train: Trains a run one step; it may raise, which ends that run alone.
         end: Called with a run that has made its steps or has failed, with the error.
     """
@@ -64,7 +64,7 @@ class Comparison:
         configs: Sequence[ExperimentConfig],
         steps: int,
         *,
-        begin: Callable[[ExperimentConfig], KeptRun],
+        begin: Callable[[ExperimentConfig], KeptRun | None],
         train: Callable[[KeptRun], None],
         end: Callable[[KeptRun, str], None],
     ) -> None:
@@ -100,6 +100,9 @@ class Comparison:
     def _advance_one(self) -> None:
         if self._run is None:
             self._run = self._begin(self._configs[self._done])
+        if self._run is None:
+            self._done += 1
+            return
         try:
             self._train(self._run)
         except BaseException as error:  # noqa: BLE001  one precision that cannot train is a result

@@ -270,12 +270,11 @@ def spell(value: object) -> str:
 
 def _plain(value: object) -> object:
     """Return the built-in number or text of a value of a subclass, as of NumPy or of an enum; another value itself."""
-    if isinstance(value, bool):
-        return value
-    for kind, of in ((float, float.__float__), (int, int.__int__), (str, str.__str__)):
-        if isinstance(value, kind):
-            return of(value)  # float(value) and str(value) may be the subclass's own
-    return value
+    if isinstance(value, float):
+        return float.__float__(value)  # float(value) may be the subclass's own
+    if isinstance(value, int) and not isinstance(value, bool):
+        return int.__int__(value)
+    return str.__str__(value) if isinstance(value, str) else value
 
 
 def _read(text: str) -> object:

@@ -472,6 +472,8 @@ class Experiment:
             load_task(config.task, config.seed)  # raises
         if config.task == self._config.task:
             self._task.check_batch_size(config.batch_size)
+        if (config.task, config.model) == (self._config.task, self._config.model):
+            _check_modules(config, self.module_names())
 
     def check_switch(self, old: ExperimentConfig, new: ExperimentConfig) -> None:
         """Raise ValueError if `switch` from `old` to `new` would."""

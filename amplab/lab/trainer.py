@@ -109,8 +109,8 @@ class Trainer:
     Trainers of one process take turns, step by step: torch has one CPU generator for all threads, which the step of a
     model that draws random numbers seeds and restores (see `register_model`). Such a run has the bits that it has
     alone, unless another thread draws during a step; and what another thread draws then is not what its seed says, and
-    may come twice. The models of the lab draw none. Code of one's own that a trainer calls, such as what makes a model or
-    measures a score, may train with another trainer and wait for it; waiting for the one that calls it is an error.
+    may come twice. The models of the lab draw none. Code of one's own that a trainer calls, such as what makes a model
+    or measures a score, may train with another trainer and wait for it; waiting for the one that calls it is an error.
 
     Args:
         config: The experiment; None for the default one.
@@ -372,8 +372,8 @@ class Trainer:
             name: Name of the new run among the kept ones; None for the next number.
 
         Raises:
-            ValueError: Its task is code of one's own that this process does not have, or its batch is larger than the
-                training set.
+            ValueError: Its task is code of one's own that this process does not have, its batch is larger than the
+                training set, or its float32_modules name none of the present model.
         """
         self._reset(config or self._controls.config, lambda: self._run.rebuild(config or self.config, name))
 
@@ -483,7 +483,8 @@ class Trainer:
         This experiment waits meanwhile and does not change. `stop_comparison` ends it, and so does another call.
 
         Args:
-            configs: The experiments; None for this one at each opt_level, from the same seed.
+            configs: The experiments; None for this one at each opt_level, from the same seed. One that cannot begin is
+                a `Failed`, and the others train.
             steps: Steps of each.
 
         Raises:
@@ -803,9 +804,15 @@ class Trainer:
             self._begin_to_explain()
 
     def _new_comparison(self, configs: Sequence[ExperimentConfig], steps: int) -> Comparison:
-        def begin(config: ExperimentConfig) -> KeptRun:
+        def begin(config: ExperimentConfig) -> KeptRun | None:
             name = FIELDS["opt_level"].shown(config.opt_level)
-            store, experiment = self._run.new_store(config), Experiment(config)
+            try:
+                experiment = Experiment(config)
+            except BaseException:  # noqa: BLE001 - as of modules that the model does not have; the others train
+                text = f"A run of the comparison cannot begin: {config}.\n{traceback.format_exc()}"
+                self._publisher.publish(Failed(text, attempted=True))
+                return None
+            store = self._run.new_store(config)
             experiment.goes_on = self._controls.goes_on
             return self._run.kept.keep(name, config, store, experiment, is_compared=True, is_training=True)
 

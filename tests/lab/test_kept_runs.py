@@ -307,6 +307,26 @@ def test_a_comparison_can_be_stopped_and_what_was_trained_stays(trainer: Trainer
     assert run.held_out is not None
 
 
+def test_a_run_of_a_comparison_that_cannot_begin_is_told_and_the_others_train(trainer: Trainer, listen) -> None:
+    ear = listen(trainer)
+    bad, good = ExperimentConfig(hidden=8, float32_modules="nope*"), ExperimentConfig(hidden=8)
+    trainer.compare([bad, good, bad], steps=2)
+    assert trainer.wait(20)
+    assert [(run.config, len(run.history)) for run in trainer.kept.runs] == [(good, 2)]
+    assert ["float32_modules=nope*" in failed.text for failed in ear.of(Failed)] == [True, True]
+    assert trainer.comparison is None
+
+
+@pytest.mark.parametrize("way", ["reset", "reset_with", "restart_with"])
+def test_a_reset_to_modules_that_the_model_does_not_have_is_refused_at_once(trainer: Trainer, way: str) -> None:
+    trainer.run(2)
+    absent = {"float32_modules": "hiden*"}
+    ways = {"reset": lambda **fields: trainer.reset(trainer.config.changed(**fields))}
+    with pytest.raises(ValueError, match=r"float32_modules=hiden\*: .* closest are hidden"):
+        ways.get(way, getattr(trainer, way))(**absent)
+    assert (trainer.state, len(trainer.history), trainer.failures) == ("paused", 2, ())
+
+
 @pytest.mark.parametrize("end", [Trainer.stop_comparison, Trainer.stop])
 def test_a_comparison_that_waits_can_be_stopped(trainer: Trainer, end) -> None:
     with busy(trainer):
