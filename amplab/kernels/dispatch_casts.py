@@ -20,6 +20,7 @@ import torch
 
 from amplab.kernels.builder import BuildReport, KernelLibrary
 from amplab.kernels.builder.recipe import casts_recipe
+from amplab.kernels.fork_renewal import renew_lock_in_forks
 
 __all__ = ["CASTS", "ON_CPU", "PRODUCT", "CastPlan", "DispatchCasts", "overloads"]
 
@@ -61,7 +62,7 @@ class DispatchCasts:
         torch_nesting: () -> int: how many regions of torch.autocast are open in the calling thread.
     """
 
-    _lock = threading.Lock()
+    _lock = threading.RLock()  # taken while the kernel is built
     _loaded: DispatchCasts | None = None
 
     def __init__(self, report: BuildReport) -> None:
@@ -117,6 +118,9 @@ class DispatchCasts:
     def kept(self) -> int:
         """The number of cached weight casts of the calling thread."""
         return int(self._library.amplab_cast_kept())
+
+
+renew_lock_in_forks(DispatchCasts, "_lock")
 
 
 def overloads(names: Sequence[str]) -> Iterator[str]:

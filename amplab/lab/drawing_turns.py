@@ -10,11 +10,12 @@ for it. The turn is left meanwhile, and taken again before the code goes on: wha
 from __future__ import annotations
 
 import functools
-import os
+import sys
 import threading
 from collections.abc import Callable
 from typing import ParamSpec, TypeVar
 
+from amplab.kernels.fork_renewal import renew_lock_in_forks
 from amplab.policies.signals import DeferredSignals
 
 __all__ = ["drawing_alone", "leaving_turn"]
@@ -23,6 +24,7 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 _turn = threading.RLock()
+renew_lock_in_forks(sys.modules[__name__], "_turn")
 
 
 def drawing_alone(function: Callable[P, R]) -> Callable[P, R]:
@@ -69,13 +71,3 @@ def _is_mine(turn: threading.RLock) -> bool:
     except RuntimeError:
         return False
     return True
-
-
-def _take_turns_anew() -> None:
-    """In a forked process: the thread whose turn it was is not there."""
-    global _turn  # noqa: PLW0603
-    _turn = threading.RLock()
-
-
-if os.name == "posix":
-    os.register_at_fork(after_in_child=_take_turns_anew)

@@ -17,6 +17,7 @@ from pathlib import Path
 import numpy as np
 
 from amplab.amp import MemoryUse
+from amplab.kernels.fork_renewal import renew_lock_in_forks
 from amplab.lab.checkpoints import keep_checkpoint_of
 from amplab.lab.config import ExperimentConfig
 from amplab.lab.events import Failed
@@ -123,6 +124,7 @@ class KeptRuns:
     ) -> None:
         self._record, self._save = record, save
         self._lock = threading.RLock()
+        renew_lock_in_forks(self, "_lock")
         self._runs: list[KeptRun] = []
         self._numbers = 0
         self.version = 0  # changes with every change of the list

@@ -17,6 +17,7 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
+from amplab.kernels.fork_renewal import renew_lock_in_forks
 from amplab.lab.checkpoints import Checkpoint, last_checkpoint
 from amplab.lab.config import OWN, ExperimentConfig
 from amplab.lab.first_paint import START_LINE
@@ -42,7 +43,8 @@ class _Kernel:
     """The one experiment of this process: a cell that runs again finds it instead of starting another."""
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
+        renew_lock_in_forks(self, "_lock")
         self._asked: ExperimentConfig | None = None  # for what, by the last cell that named a config
         self.trainer: Trainer | None = None
         self.own_tasks: set[str] = set()  # that have ever been: a page may show a button that begins one

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from amplab.kernels.fork_renewal import renew_lock_in_forks
 from amplab.policies import OpTable, thread_engines
 from amplab.policies.casting.thread_scopes import engine_at_work
 from amplab.trace.as_found import Undo
@@ -65,6 +66,7 @@ class _Eager:
         self._lock = threading.RLock()  # a signal's handler may begin a block in another one's first line
         self._blocks: set[object] = set()
         self._before: Any = None
+        renew_lock_in_forks(self, "_lock")
 
     def enter(self, block: object) -> None:
         with self._lock:

@@ -11,6 +11,7 @@ Reference: torch.optim.optimizer.register_optimizer_step_pre_hook.
 
 from __future__ import annotations
 
+import sys
 import threading
 import traceback
 from collections.abc import Callable, Iterator
@@ -26,6 +27,7 @@ from torch.optim.optimizer import (
     register_optimizer_step_pre_hook,
 )
 
+from amplab.kernels.fork_renewal import renew_lock_in_forks
 from amplab.policies.signals import DeferredSignals, is_interrupt
 from amplab.trace.as_found import Undo, remove_hook
 
@@ -44,6 +46,7 @@ class _Observers(threading.local):
 
 _OBSERVERS = _Observers()
 _lock = threading.RLock()
+renew_lock_in_forks(sys.modules[__name__], "_lock")
 
 
 def observe_steps(undo: Undo, *, before: Observer | None = None, after: Observer | None = None) -> None:

@@ -14,6 +14,7 @@ import anywidget
 import traitlets
 
 from amplab.display.text import escape
+from amplab.kernels.fork_renewal import renew_lock_in_forks
 from amplab.views.assets import module, stylesheet
 from amplab.views.explorable_controls import Choice, Slider
 
@@ -52,7 +53,8 @@ class Explorable(anywidget.AnyWidget):
         super().__init__()
         self._draw = draw
         self._controls = controls
-        self._turn = threading.Lock()  # messages of the page may arrive in a thread of their own
+        self._turn = threading.RLock()  # messages of the page may arrive in a thread of their own
+        renew_lock_in_forks(self, "_turn")
         self._values = {name: control.start for name, control in controls.items()}
         self._drawing = draw(**self._values)
         self._publish()

@@ -15,6 +15,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from queue import Empty, SimpleQueue
 
+from amplab.kernels.fork_renewal import renew_lock_in_forks
 from amplab.policies.signals import DeferredSignals
 
 __all__ = ["PERIOD", "Pace", "Ticker"]
@@ -48,7 +49,8 @@ class Ticker:
         self._jobs: SimpleQueue[Job | None] = SimpleQueue()
         self._latest: dict[str, Job] = {}  # the jobs of `call_latest` that wait
         self._awake = self._closed = False
-        self._lock = threading.Lock()  # guards the thread
+        self._lock = threading.RLock()  # guards the thread
+        renew_lock_in_forks(self, "_lock")
         self._thread: threading.Thread | None = None
 
     def wake(self) -> None:

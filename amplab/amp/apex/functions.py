@@ -20,6 +20,7 @@ the registered functions.
 
 import functools
 import inspect
+import sys
 import threading
 from collections.abc import Callable
 from difflib import get_close_matches
@@ -29,6 +30,7 @@ from amplab.amp.apex.initialize_arguments import Permissions
 from amplab.amp.apex.registered_functions import RegisteredFunctions
 from amplab.amp.apex.session import Session
 from amplab.amp.arguments import as_list
+from amplab.kernels.fork_renewal import renew_lock_in_forks
 from amplab.policies import CastPolicy
 from amplab.policies.signals import DeferredSignals
 
@@ -164,6 +166,7 @@ subscribe = _of_the_default_session(Session.subscribe)
 _REGISTERED, _PERMISSIONS = RegisteredFunctions(), Permissions()
 _PROGRAM = Session(_REGISTERED, _PERMISSIONS)
 _LOCK = threading.RLock()  # a signal's handler may reset while its thread has it
+renew_lock_in_forks(sys.modules[__name__], "_LOCK")
 
 
 class _Owner:

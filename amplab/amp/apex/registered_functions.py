@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch.overrides import get_testing_overrides
 
+from amplab.kernels.fork_renewal import renew_lock_in_forks
 from amplab.policies import CastingEngine, CastPolicy, OpRule, OpTable, casts_enabled, thread_engines
 from amplab.policies.casting.function_modes import without_function_modes
 from amplab.policies.casting.steps import StepParts, make_step
@@ -276,6 +277,7 @@ class Replacements:
     def __init__(self) -> None:
         self._lock = threading.RLock()  # a signal's handler may call `amp.reset` in it
         self._held: dict[tuple[int, str], _Replacement] = {}
+        renew_lock_in_forks(self, "_lock")
 
     def hold(self, holder: object, registrations: Iterable[Registration]) -> None:
         """Let these functions cast their arguments for ``holder``, and no others.

@@ -36,6 +36,7 @@ import torch
 
 from amplab.kernels.builder import cache
 from amplab.kernels.builder.recipe import Obstacle, Recipe, current_recipe, obstacle
+from amplab.kernels.fork_renewal import renew_in_forks
 
 __all__ = ["BuildReport", "KernelLibrary", "checked_mode", "ensure", "report", "settle"]
 
@@ -84,6 +85,9 @@ reference, which gives the same results.
         return f"amplab kernels: {self.status}. {sentences}"
 
 
+_NOT_REQUESTED = BuildReport("reference", "CPU and CUDA kernels", cause="not requested yet")
+
+
 def ensure(*, on_report: OnReport | None = None, wait: bool = False) -> BuildReport:
     """Load the kernels, or start their build, as ``AMPLAB_KERNELS`` says.
 
@@ -125,7 +129,7 @@ class KernelLibrary:
     """
 
     def __init__(self, make_recipe: Callable[[], Recipe] = current_recipe) -> None:
-        self.report = BuildReport("reference", "CPU and CUDA kernels", cause="not requested yet")
+        self.report = _NOT_REQUESTED
         self._make_recipe = make_recipe
         self.needs_attention = True  # read without the lock, at every call of an operator
         self._lock = threading.RLock()
@@ -133,6 +137,14 @@ class KernelLibrary:
         self._settled = False  # the build is loaded, or its failure was reported
         self._thread: threading.Thread | None = None
         self._on_report: OnReport | None = None
+        renew_in_forks(self, KernelLibrary._begin_anew)
+
+    def _begin_anew(self) -> None:
+        """In a forked process: the thread that builds, loads or waits for a builder is not there."""
+        self._lock, self._thread = threading.RLock(), None
+        if self.report.status == "building":
+            self.report, self._recipe = _NOT_REQUESTED, None
+        self.needs_attention = True
 
     def ensure(self, on_report: OnReport | None = None, wait: bool = False) -> BuildReport:
         """Do what the function `ensure` of this module does."""
