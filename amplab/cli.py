@@ -79,8 +79,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     interrupted: list[str] = []  # the command
     if is_own := arguments is None:
         atexit.register(_end_interrupted_training, interrupted)  # the first one is called last
-    with _ended_by_ctrl_c(is_own):  # imports of torch take seconds
-        options, unknown = build_parser().parse_known_args(arguments)
+    try:
+        with _ended_by_ctrl_c(is_own):  # imports of torch take seconds
+            options, unknown = build_parser().parse_known_args(arguments)
+    except OSError as error:  # of the help
+        return _end_without_output(error, "amplab", is_own=is_own)
     if is_own and options.command != "run":  # a script decides for itself
         for stream in (sys.stdout, sys.stderr):
             if isinstance(stream, io.TextIOWrapper):
@@ -90,18 +93,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     run: Callable[[argparse.Namespace], int] = options.run
     try:
         status = run(options)
-        sys.stdout.flush()
+        if options.command != "run":  # what a script has printed, or made of sys.stdout, is Python's to flush
+            sys.stdout.flush()
         return status
     except OSError as error:
-        is_closed = isinstance(error, BrokenPipeError) and _is_closed_by_its_reader(sys.stdout)
-        if not is_closed and error.errno not in _FULL:
-            raise
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # where Python writes the rest at exit
-        if not is_closed:
-            refuse(
-                options, ValueError(f"cannot write its output: {error.strerror}; free some space and call it again.")
-            )
-        return 1
+        return _end_without_output(error, f"amplab {options.command}", is_own=is_own)
     except KeyboardInterrupt:
         interrupted.append(options.command)
         _end_by_ctrl_c(is_own)  # without the traceback of what runs at exit
@@ -118,6 +114,27 @@ def _end_interrupted_training(interrupted: Sequence[str]) -> None:
             with suppress(OSError, ValueError):  # its reader has closed it, or a program has
                 stream.flush()
         os._exit(INTERRUPTED)
+
+
+def _end_without_output(error: OSError, command: str, *, is_own: bool) -> int:
+    """Return the exit status, 1, if an error says that the output cannot be written; raise it if it says another thing.
+
+    Args:
+        error: What writing has raised, unless something else has.
+        command: Whose output it is.
+        is_own: Whether the command line, and so what Python writes at exit, is that of this process.
+    """
+    is_closed = isinstance(error, BrokenPipeError) and _is_closed_by_its_reader(sys.stdout)
+    if not is_closed and error.errno not in _FULL:
+        raise error
+    if is_own:
+        with open(os.devnull, "wb") as null:
+            os.dup2(null.fileno(), sys.stdout.fileno())  # where Python writes the rest at exit
+    if not is_closed:
+        print(
+            f"{command}: cannot write its output: {error.strerror}; free some space and call it again.", file=sys.stderr
+        )
+    return 1
 
 
 def _is_closed_by_its_reader(stream: TextIO) -> bool:
@@ -452,6 +469,13 @@ class Parser(argparse.ArgumentParser):
         if add_options is not None:
             add_options(self)
         return super().parse_known_args(args, namespace)
+
+    def _print_message(self, message: str, file: Any = None) -> None:
+        """Print the help or the version, too, where argparse would discard what writing raises."""
+        if file is sys.stdout:
+            print(message, end="", flush=True)
+        else:
+            super()._print_message(message, file)
 
     def error(self, message: str) -> NoReturn:
         """Exit with status 2 and print `message` without the usage."""

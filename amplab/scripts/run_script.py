@@ -13,6 +13,7 @@ import os
 import runpy
 import sys
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from importlib.machinery import SourceFileLoader
 from pathlib import Path
 from types import ModuleType
@@ -154,9 +155,12 @@ def _without_frames_of_this_file(error: BaseException) -> BaseException:
 
 def _report(error: BaseException) -> int:
     """Print an error as the interpreter does, with the hook that the script may have set."""
-    sys.stdout.flush()
+    for stream in (sys.stderr, sys.stdout):
+        with suppress(Exception):  # Python tries again at exit, and tells then what it cannot write
+            stream.flush()
     sys.excepthook(type(error), error, error.__traceback__)
     for words, advice in ADVICE.items():
         if words in str(error):
-            print(f"amplab run: {advice}", file=sys.stderr)  # noqa: T201
+            with suppress(Exception):
+                print(f"amplab run: {advice}", file=sys.stderr)  # noqa: T201
     return INTERRUPTED if isinstance(error, KeyboardInterrupt) else UNCAUGHT

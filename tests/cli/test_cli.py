@@ -5,6 +5,7 @@ import re
 import shlex
 import subprocess
 import sys
+from contextlib import redirect_stdout, suppress
 from pathlib import Path
 
 import pytest
@@ -283,16 +284,31 @@ def test_a_reader_that_has_closed_the_output_ends_a_command_quietly(words):
 
 
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="a device of Linux")
-@pytest.mark.parametrize("words", ["lab --list", "train --steps 3 --hidden=4"])
-def test_a_full_disk_under_the_output_is_told_in_a_sentence(words):
+@pytest.mark.parametrize("unbuffered", ["", "1"])
+@pytest.mark.parametrize("words", ["lab --list", "train --steps 3 --hidden=4", "--help", "lab --help", "--version"])
+def test_a_full_disk_under_the_output_is_told_in_a_sentence(words, unbuffered):
     with open("/dev/full", "w") as full:
         run = subprocess.run(
             [sys.executable, "-m", "amplab", *words.split()],
             stdout=full,
             stderr=subprocess.PIPE,
+            env={**os.environ, "PYTHONUNBUFFERED": unbuffered},
             text=True,
             check=False,
         )
     assert run.returncode == 1
     assert "cannot write its output: No space left on device" in run.stderr
     assert "Traceback" not in run.stderr
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="a device of Linux")
+def test_a_call_in_a_program_leaves_its_output_where_it_was(capsys: pytest.CaptureFixture[str]) -> None:
+    full = open("/dev/full", "w")  # noqa: SIM115  closing it fails
+    descriptors = set(os.listdir("/dev/fd"))
+    with redirect_stdout(full):
+        assert main(["lab", "--list"]) == 1
+    assert "cannot write its output: No space left on device" in capsys.readouterr().err
+    assert os.readlink(f"/dev/fd/{full.fileno()}") == "/dev/full"
+    assert set(os.listdir("/dev/fd")) == descriptors
+    with suppress(OSError):
+        full.close()

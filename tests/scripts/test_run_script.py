@@ -23,6 +23,7 @@ ENDS = """
 import atexit, sys, threading
 atexit.register(print, "goodbye")
 how = sys.argv[1]
+print("start")
 class Broken(Exception): pass
 def fail():
     try:
@@ -42,10 +43,10 @@ print("end")
 """
 
 
-def run(*words, cwd, check=False):
+def run(*words, cwd, check=False, stdout=subprocess.PIPE):
     return subprocess.run(
-        [sys.executable, *words], cwd=cwd, capture_output=True, text=True, check=check,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        [sys.executable, *words], cwd=cwd, stdout=stdout, stderr=subprocess.PIPE, text=True, check=check,
+        env={**os.environ, "PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": ""},
     )  # fmt: skip
 
 
@@ -95,6 +96,42 @@ def test_words_after_the_script_are_handed_on(folder, words):
 def test_ends_are_those_of_a_direct_start(folder, how):
     direct, here = both(folder, "inner/ends.py", how)
     assert (here.returncode, here.stdout, here.stderr) == (direct.returncode, direct.stdout, direct.stderr)
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="a device of Linux")
+@pytest.mark.parametrize("how", ["error", "hook", "text", "three", "fall"])
+@pytest.mark.parametrize("output", ["full", "closed"])
+def test_an_end_is_the_same_where_the_output_cannot_be_written(folder, how, output):
+    ends = []
+    for words in ["inner/ends.py", how], ["-m", "amplab", "run", "inner/ends.py", how]:
+        if output == "closed":
+            reader, written = os.pipe()
+            os.close(reader)
+        else:
+            written = os.open("/dev/full", os.O_WRONLY)
+        ends.append(run(*words, cwd=folder, stdout=written))
+        os.close(written)
+    direct, here = ends
+    assert (here.returncode, here.stderr) == (direct.returncode, direct.stderr)
+    assert ("Broken" in here.stderr) == (how == "error" or output == "closed")
+
+
+@pytest.mark.parametrize("end", ["", "1 / 0", "sys.exit(3)"])
+@pytest.mark.parametrize(
+    "line", ["sys.stdout.close()", "sys.stdout = None", "sys.stdout = object()", "sys.stdout = sys.stderr = None"]
+)
+def test_a_script_may_do_without_its_output(folder, line, end):
+    (folder / "without.py").write_text(f"import sys\nprint('trained')\n{line}\n{end}\n")
+    direct, here = both(folder, "without.py")
+    assert (here.returncode, here.stdout, without_addresses(here.stderr)) == (
+        direct.returncode,
+        direct.stdout,
+        without_addresses(direct.stderr),
+    )
+
+
+def without_addresses(text):
+    return re.sub("0x[0-9a-f]+", "0x", text)
 
 
 def test_ctrl_c_ends_with_the_status_that_a_shell_reports(folder):
