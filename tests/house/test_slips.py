@@ -100,6 +100,30 @@ def properties_with_a_lock(tree: ast.AST) -> Iterator[int]:
                 yield node.lineno
 
 
+def locks_left_to_forks(tree: ast.AST) -> Iterator[int]:
+    """Find a lock, kept in an attribute or a module, that another thread may have at a fork: the child waits for it."""
+    cared_for = set()
+    for node in ast.walk(tree):
+        match node:
+            case ast.Call(func=ast.Name(id="renew_lock_in_forks"), args=[_, ast.Constant(value=name)]):
+                cared_for.add(name)
+            case ast.Call(func=ast.Name(id="hold_over_forks"), args=[lock, *_]):
+                cared_for.add(name_of(lock))
+    local = {id(line) for node in ast.walk(tree) if isinstance(node, ast.FunctionDef) for line in ast.walk(node)}
+    for node in ast.walk(tree):
+        match node:
+            case ast.Assign(targets=[target], value=ast.Call() as made) if name_of(made) in {"Lock", "RLock"}:
+                is_kept = isinstance(target, ast.Attribute) or id(node) not in local
+                if is_kept and name_of(target) not in cared_for:
+                    yield node.lineno
+
+
+FREE_IN_FORKS = {
+    "amplab/lab/checkpoints.py": 1,  # `_guard_anew` makes a new one
+    "amplab/lab/worker.py": 1,  # `_claim`: a forked process has no worker
+}
+
+
 CHECKS: tuple[Check, ...] = (
     messages_as_tuples,
     contexts_without_finally,
@@ -118,6 +142,11 @@ def test_no_slips(path: Path) -> None:
 @pytest.mark.parametrize("path", python_files(PACKAGE), ids=relative)
 def test_no_property_has_a_lock(path: Path) -> None:
     assert list(properties_with_a_lock(parse(path))) == []
+
+
+@pytest.mark.parametrize("path", python_files(PACKAGE), ids=relative)
+def test_a_forked_process_waits_for_no_lock(path: Path) -> None:
+    assert len(list(locks_left_to_forks(parse(path)))) == FREE_IN_FORKS.get(relative(path), 0)
 
 
 CONTEXT = "@contextmanager\ndef scope():\n"
@@ -142,6 +171,8 @@ CONTEXT = "@contextmanager\ndef scope():\n"
         (bare_excepts, "try:\n    run()\nexcept:\n    pass"),
         (properties_with_a_lock, "from functools import cache, cached_property"),
         (properties_with_a_lock, "class Rule:\n    @functools.cached_property\n    def scale(self): ..."),
+        (locks_left_to_forks, "_lock = threading.Lock()"),
+        (locks_left_to_forks, "class Runs:\n    def __init__(self):\n        self._lock = RLock()"),
     ],
 )
 def test_each_check_fires(check: Check, source: str) -> None:
@@ -159,6 +190,9 @@ def test_each_check_fires(check: Check, source: str) -> None:
         (mutable_defaults, "def run(steps=(), options=None, *, scale=float('inf')): ..."),
         (bare_excepts, "try:\n    run()\nexcept OSError:\n    pass"),
         (properties_with_a_lock, "from functools import cache"),
+        (locks_left_to_forks, '_lock = threading.Lock()\nrenew_lock_in_forks(sys.modules[__name__], "_lock")'),
+        (locks_left_to_forks, "self._lock = RLock()\nhold_over_forks(self._lock, LockOrder.HISTORY)"),
+        (locks_left_to_forks, "def wait():\n    done = threading.Lock()"),
     ],
 )
 def test_no_check_fires_on_good_code(check: Check, source: str) -> None:

@@ -36,7 +36,7 @@ import torch
 
 from amplab.kernels.builder import cache
 from amplab.kernels.builder.recipe import Obstacle, Recipe, current_recipe, obstacle
-from amplab.kernels.fork_renewal import renew_in_forks
+from amplab.kernels.fork_renewal import renew_in_forks, renew_lock_in_forks
 
 __all__ = ["BuildReport", "KernelLibrary", "checked_mode", "ensure", "report", "settle"]
 
@@ -137,11 +137,12 @@ class KernelLibrary:
         self._settled = False  # the build is loaded, or its failure was reported
         self._thread: threading.Thread | None = None
         self._on_report: OnReport | None = None
+        renew_lock_in_forks(self, "_lock")
         renew_in_forks(self, KernelLibrary._begin_anew)
 
     def _begin_anew(self) -> None:
         """In a forked process: the thread that builds, loads or waits for a builder is not there."""
-        self._lock, self._thread = threading.RLock(), None
+        self._thread = None
         if self.report.status == "building":
             self.report, self._recipe = _NOT_REQUESTED, None
         self.needs_attention = True
