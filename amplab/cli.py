@@ -10,7 +10,6 @@ declarations.
 import argparse
 import atexit
 import errno
-import importlib
 import inspect
 import io
 import os
@@ -22,8 +21,10 @@ import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from difflib import get_close_matches
+from importlib.machinery import SourceFileLoader
+from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
-from types import FunctionType
+from types import FunctionType, ModuleType
 from typing import TYPE_CHECKING, Any, NoReturn, TextIO
 
 from amplab import __version__
@@ -407,7 +408,7 @@ def function_in(path: str, name: str) -> Callable[[], object]:
     """Return a function of a file. Raises TargetError: there is none, or another module has the name of the file."""
     file = Path(path).resolve()
     sys.path.insert(0, str(file.parent))
-    module = importlib.import_module(file.stem)
+    module = sys.modules.get(file.stem) or module_of(file)
     loaded = getattr(module, "__file__", None)
     if loaded is None or Path(loaded).resolve() != file:
         raise TargetError(f"{path}: another module is already imported as {file.stem}; rename the file.")
@@ -416,6 +417,19 @@ def function_in(path: str, name: str) -> Callable[[], object]:
         here = [each for each, value in vars(module).items() if isinstance(value, FunctionType)]
         raise TargetError(f"{path}: it defines no function {name}; its functions: {', '.join(here) or 'none'}.")
     return function
+
+
+def module_of(file: Path) -> ModuleType:
+    """Import a file by its place: its name may be no name of a module, such as step.v2.py."""
+    loader = SourceFileLoader(file.stem, str(file))
+    spec = spec_from_file_location(file.stem, file, loader=loader)
+    module = sys.modules[file.stem] = module_from_spec(spec)  # type: ignore[arg-type]  # there is one of a loader
+    try:
+        loader.exec_module(module)
+    except BaseException:
+        del sys.modules[file.stem]
+        raise
+    return module
 
 
 def described(returned: object) -> str:

@@ -103,6 +103,14 @@ def test_what_a_function_returns_is_refused_in_one_sentence(name, words, tmp_pat
     assert len(said.splitlines()) == 1
 
 
+@pytest.mark.parametrize("name", ["step.v2.py", "step-2.py", "2 steps.py"])
+def test_a_file_has_any_name(tmp_path, capsys, name):
+    (tmp_path / "its_own_neighbor.py").write_text(textwrap.dedent(STEP), encoding="utf-8")
+    (tmp_path / name).write_text("from its_own_neighbor import healthy", encoding="utf-8")
+    assert main(["doctor", f"{tmp_path / name}:healthy"]) == 0
+    assert capsys.readouterr().err == ""
+
+
 def test_a_file_with_the_name_of_a_module_is_not_mistaken_for_it(tmp_path, capsys, monkeypatch):
     monkeypatch.syspath_prepend(str(tmp_path))
     (tmp_path / "json.py").write_text(ODD, encoding="utf-8")

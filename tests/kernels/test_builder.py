@@ -526,6 +526,30 @@ def test_a_shared_group_is_other_users(group):
     assert "mode 0775" in cache.distrust(status(0o040775, 1000), 1000, group, own=True)
 
 
+@pytest.fixture
+def no_temporary_folder(monkeypatch):
+    def gettempdir():
+        raise FileNotFoundError(2, "No usable temporary directory found in ['/tmp']")
+
+    monkeypatch.setattr("tempfile.gettempdir", gettempdir)
+
+
+@posix
+def test_a_build_is_loaded_where_no_temporary_folder_can_be_written(folder, no_temporary_folder):
+    assert cache.find("0123") == (folder / "built" / "amplab_kernels_0.so",)
+    assert cache.writable_folder("0123") == folder
+
+
+@needs_tools
+def test_no_temporary_folder_is_one_warning(tmp_path, monkeypatch, no_temporary_folder):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.delenv("AMPLAB_KERNELS", raising=False)
+    library = KernelLibrary()
+    with pytest.warns(RuntimeWarning, match="the build did not run: .*No usable temporary directory"):
+        library.ensure(wait=True)
+    assert library.report.status == "failed"
+
+
 def test_a_relative_cache_folder_is_ignored(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("XDG_CACHE_HOME", "cache")

@@ -201,15 +201,22 @@ def _make_private(folder: Path) -> None:
 
 
 def _roots() -> list[_Root]:
-    fallback = _Root(Path(tempfile.gettempdir()).absolute() / f"amplab-kernels-{_user()}", own=1)
+    """Return the folder in the user's cache, and the one in the temporary folder, as far as there are these."""
+    roots = [] if (own := _user_cache()) is None else [_Root(own / "amplab" / "kernels", own=2)]
+    with suppress(FileNotFoundError):  # no temporary folder that can be written
+        roots.append(_Root(Path(tempfile.gettempdir()).absolute() / f"amplab-kernels-{_user()}", own=1))
+    return roots
+
+
+def _user_cache() -> Path | None:
     for variable in ("XDG_CACHE_HOME", "LOCALAPPDATA"):
         value = os.environ.get(variable, "")
         if os.path.isabs(value):  # a relative one is invalid (XDG Base Directory Specification)
-            return [_Root(Path(value) / "amplab" / "kernels", own=2), fallback]
+            return Path(value)
     with suppress(RuntimeError):  # no home
         if (home := Path.home()).is_absolute():
-            return [_Root(home / ".cache" / "amplab" / "kernels", own=2), fallback]
-    return [fallback]
+            return home / ".cache"
+    return None
 
 
 def _user() -> str:

@@ -17,6 +17,7 @@ Nothing happens on import. What is built is in ``recipe.py``, where it is kept a
 
 from __future__ import annotations
 
+import io
 import os
 import re
 import signal
@@ -30,7 +31,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
-from typing import Literal
+from typing import IO, Literal
 
 import torch
 
@@ -312,11 +313,12 @@ class _Builder:
 
     def __init__(self, recipe: Recipe, *, own_session: bool) -> None:
         self._recipe, self._began = recipe, time.perf_counter()
-        self._log = tempfile.TemporaryFile()  # noqa: SIM115 (closed when the report is made)
+        self._log: IO[bytes] = io.BytesIO()
         self._process: subprocess.Popen[bytes] | None = None
         self._failure: Obstacle | None = None
         package = str(Path(__file__).parents[2])
         try:
+            self._log = tempfile.TemporaryFile()  # noqa: SIM115 (closed when the report is made)
             self._process = subprocess.Popen(
                 [sys.executable, "-P", "-c", _START, recipe.key, package, *_other_folders(sys.path)],
                 stdin=subprocess.DEVNULL,
