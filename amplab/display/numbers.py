@@ -3,12 +3,17 @@
 import ast
 import math
 import operator
+import sys
 from collections.abc import Callable
+from decimal import Context, Decimal
+from fractions import Fraction
+from typing import Any
 
 __all__ = [
     "binary_power",
     "count",
     "number",
+    "parse_exact",
     "parse_number",
     "percent",
     "power",
@@ -18,16 +23,10 @@ __all__ = [
     "value_text",
 ]
 
-_SIGNS: dict[type, Callable[[float], float]] = {ast.UAdd: operator.pos, ast.USub: operator.neg}
-_OPERATORS: dict[type, Callable[[float, float], float]] = {
-    ast.Add: operator.add,
-    ast.Sub: operator.sub,
-    ast.Mult: operator.mul,
-    ast.Div: operator.truediv,
-    ast.Pow: operator.pow,
-}
 _NAMES = {"inf": math.inf, "infinity": math.inf, "nan": math.nan}
 _LONGEST = 60
+_MOST_BITS = 2**14
+"""Of the numerator and of the denominator of a number that is read exactly: up to about 10^4932."""
 _SUPERSCRIPTS = str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹")
 
 
@@ -94,7 +93,7 @@ def number(value: float | str) -> str:
 
 
 def parse_number(text: str) -> float:
-    """Read a number, such as 65504, 1e-8, 2^-24, 1 + 2^-11, 1/3, inf or nan, computing in float64.
+    """Read a number, such as 65504, 1e-8, 2^-24, 1 + 2^-11, 1/3, inf or nan, as the nearest float64.
 
     Only arithmetic is evaluated; the text cannot run code.
 
@@ -102,36 +101,104 @@ def parse_number(text: str) -> float:
     (1.00048828125, -1000000000.0, 0.3333333333333333)
 
     Raises:
-        ValueError: if the text is not a number.
+        ValueError: if the text is not a number, or is too large for float64.
+    """
+    try:
+        return float(parse_exact(text))
+    except OverflowError as problem:
+        raise ValueError(f"{text.strip()!r} is too large for float64; use inf for infinity.") from problem
+
+
+def parse_exact(text: str) -> Fraction | float:
+    """Read a number as `parse_number` does, without rounding it.
+
+    A float is returned for infinity, NaN and -0, and for what a fraction cannot be, such as 2^0.5: then float64 has
+    computed it.
+
+    >>> parse_exact("1 + 2^-60") - 1 == Fraction(1, 2**60), parse_exact("1e400") == 10**400, parse_exact("-inf")
+    (True, True, -inf)
+
+    Raises:
+        ValueError: if the text is not a number, or is too large or too close to 0 to be computed exactly.
     """
     spelled = text.strip().replace("−", "-").replace("∞", "inf").replace("×", "*").replace("^", "**")
     try:
         if len(spelled) > _LONGEST:
             raise SyntaxError("too long")
-        return float(_evaluate(ast.parse(spelled, mode="eval").body))
+        expression = ast.parse(spelled, mode="eval").body
+        value = _evaluate(expression, spelled)
     except OverflowError as problem:
-        raise ValueError(f"{text.strip()!r} is too large for float64; use inf for infinity.") from problem
+        said = "is too large or too close to 0 to be read exactly; use inf or 0."
+        raise ValueError(f"{text.strip()!r} {said}") from problem
     except (SyntaxError, TypeError, ZeroDivisionError, ValueError, RecursionError) as problem:
         raise ValueError(
             f"{text.strip()[:_LONGEST]!r} is not a number; try 0.1, 1e-8, 2^-24, 1 + 2^-11, 1/3, -inf, nan or 0x3c00."
         ) from problem
+    is_minus = isinstance(expression, ast.UnaryOp) and isinstance(expression.op, ast.USub)
+    return -0.0 if value == 0 and is_minus else value  # a fraction has no -0
 
 
-def _evaluate(node: ast.expr) -> float:
+def _evaluate(node: ast.expr, spelled: str) -> Fraction | float:
     match node:
-        case ast.Constant(value=int() | float() as number) if not isinstance(number, bool):
-            return float(number)
+        case ast.Constant(value=int() as number) if not isinstance(number, bool):
+            return Fraction(number)
+        case ast.Constant(value=float()):
+            return _decimal(ast.get_source_segment(spelled, node) or "")
         case ast.Name(id=name) if name.lower() in _NAMES:
             return _NAMES[name.lower()]
         case ast.UnaryOp(op=op, operand=operand) if type(op) in _SIGNS:
-            return _SIGNS[type(op)](_evaluate(operand))
+            return _SIGNS[type(op)](_evaluate(operand, spelled))
         case ast.BinOp(left=left, op=op, right=right) if type(op) in _OPERATORS:
-            return _OPERATORS[type(op)](_evaluate(left), _evaluate(right))
+            return _bounded(_OPERATORS[type(op)](_evaluate(left, spelled), _evaluate(right, spelled)))
     raise SyntaxError("not arithmetic")
 
 
+def _decimal(digits: str) -> Fraction | float:
+    """Return the exact value of a decimal such as 1.5e-8."""
+    mantissa, _, exponent = digits.lower().replace("_", "").partition("e")
+    return _bounded(Fraction(mantissa) * _raised(Fraction(10), Fraction(exponent or "0")))
+
+
+def _raised(base: Fraction | float, exponent: Fraction | float) -> Fraction | float:
+    """Return a power.
+
+    Raises:
+        OverflowError: It would have too many bits to be computed.
+        TypeError: It is complex.
+    """
+    if isinstance(base, Fraction) and isinstance(exponent, Fraction):
+        bits = max(base.numerator.bit_length(), base.denominator.bit_length()) - 1
+        if bits * abs(exponent) > _MOST_BITS:
+            raise OverflowError
+    value: Any = base**exponent
+    if not isinstance(value, Fraction | float):
+        raise TypeError("no real number")
+    return value
+
+
+def _bounded(value: Fraction | float) -> Fraction | float:
+    """Return `value`.
+
+    Raises:
+        OverflowError: It has too many bits to compute with it.
+    """
+    if isinstance(value, Fraction) and max(abs(value.numerator), value.denominator) >> _MOST_BITS:
+        raise OverflowError
+    return value
+
+
+_SIGNS: dict[type, Callable[[Any], Fraction | float]] = {ast.UAdd: operator.pos, ast.USub: operator.neg}
+_OPERATORS: dict[type, Callable[[Any, Any], Fraction | float]] = {
+    ast.Add: operator.add,
+    ast.Sub: operator.sub,
+    ast.Mult: operator.mul,
+    ast.Div: operator.truediv,
+    ast.Pow: _raised,
+}
+
+
 def value_text(value: float) -> str:
-    """Write a float64 exactly: `parse_number` reads the same number.
+    """Write a float64 so that `parse_number` reads the same number: with 17 digits at most.
 
     >>> value_text(65504.0), value_text(2.0**-24), value_text(-0.0), value_text(float("-inf"))
     ('65504', '5.960464477539063e-8', '-0', '-∞')
@@ -143,17 +210,27 @@ def value_text(value: float) -> str:
     return _without_padding(repr(value).removesuffix(".0"))
 
 
-def short_text(value: float, *, digits: int = 3) -> str:
+def short_text(value: float | Fraction, *, digits: int = 3) -> str:
     """Write a number with a few significant digits.
 
-    >>> short_text(2.0**-14), short_text(65504.0), short_text(3.4e38)
-    ('6.1e-5', '65504', '3.4e38')
+    >>> short_text(2.0**-14), short_text(65504.0), short_text(3.4e38), short_text(Fraction(1, 10**400))
+    ('6.1e-5', '65504', '3.4e38', '1e-400')
     """
+    if isinstance(value, Fraction):
+        if value and not sys.float_info.min <= abs(value) <= sys.float_info.max:
+            return _without_padding(_quotient(value, digits).lower())
+        value = float(value)
     if not math.isfinite(value):
         return value_text(value)
     if value == int(value) and abs(value) < 1e6:
         return value_text(value)
     return _without_padding(f"{value:.{digits}g}")
+
+
+def _quotient(value: Fraction, digits: int) -> str:
+    """Write a fraction that float64 cannot hold."""
+    context = Context(prec=digits)
+    return str(context.divide(Decimal(value.numerator), Decimal(value.denominator)).normalize(context))
 
 
 def _without_padding(text: str) -> str:

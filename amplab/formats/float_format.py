@@ -18,6 +18,7 @@ Reference: IEEE 754-2019, section 3.4; Micikevicius et al., "FP8 Formats for Dee
 
 import math
 from dataclasses import dataclass
+from fractions import Fraction
 from typing import Literal, NamedTuple
 
 import torch
@@ -178,25 +179,37 @@ class FloatFormat:
             magnitude = math.ldexp(leading_one + mantissa, power)
         return -magnitude if sign else magnitude
 
-    def bits(self, value: float) -> int:
+    def bits(self, value: float | Fraction) -> int:
         """Return the pattern of the number nearest to `value`, ties to the even pattern.
 
         A value beyond the range becomes infinity, or the largest number if the format has no infinity.
-        Every NaN becomes the quiet NaN; the sign of a zero is kept.
+        Every NaN becomes the quiet NaN; the sign of a zero is kept. A fraction is rounded once, as a float is.
+
+        >>> half = FloatFormat("float16", 5, 10)
+        >>> half.value(half.bits(2049)), half.value(half.bits(2049 + Fraction(1, 10**30)))
+        (2048.0, 2050.0)
         """
-        if math.isnan(value):
+        if isinstance(value, Fraction):
+            is_negative, pattern = value < 0, self._magnitude_bits(abs(value))
+        elif math.isnan(value):
             return self._nan_bits
-        sign_bit = (math.copysign(1.0, value) < 0) << (self.total_bits - 1)
-        if math.isinf(value):
-            return sign_bit | self._overflow_bits
-        exponent = self._exponent_of(value)
-        steps = round(math.ldexp(abs(value), self.mantissa_bits - exponent))  # half to even
+        else:
+            is_negative = math.copysign(1.0, value) < 0
+            pattern = self._overflow_bits if math.isinf(value) else self._magnitude_bits(abs(value))
+        return is_negative << (self.total_bits - 1) | pattern
+
+    def _magnitude_bits(self, magnitude: float | Fraction) -> int:
+        """Return the pattern of the number nearest to a finite number >= 0."""
+        exponent = self._exponent_of(magnitude)
+        last_bit = exponent - self.mantissa_bits
+        if isinstance(magnitude, Fraction):
+            steps = round(magnitude / Fraction(2) ** last_bit)  # half to even
+        else:
+            steps = round(math.ldexp(magnitude, -last_bit))  # half to even
         # The leading one in `steps` carries into the exponent field, and so does a mantissa that
         # rounds up to the next power of two.
         pattern = ((exponent - self.min_exponent) << self.mantissa_bits) + steps
-        if pattern > self._largest_finite_bits:
-            pattern = self._overflow_bits
-        return sign_bit | pattern
+        return pattern if pattern <= self._largest_finite_bits else self._overflow_bits
 
     @property
     def _largest_finite_bits(self) -> int:
@@ -212,13 +225,15 @@ class FloatFormat:
         quiet_bit = 2 ** (self.mantissa_bits - 1) if self.has_infinity else 0
         return self._largest_finite_bits + 1 + quiet_bit
 
-    def _exponent_of(self, value: float) -> int:
+    def _exponent_of(self, value: float | Fraction) -> int:
         """Return floor(log2|value|), at least the exponent of the subnormals; `value` is finite."""
-        return max(math.frexp(value)[1] - 1, self.min_exponent) if value else self.min_exponent
+        if not value:
+            return self.min_exponent
+        return max(_floor_log2(value) if isinstance(value, Fraction) else math.frexp(value)[1] - 1, self.min_exponent)
 
     # ---- neighbors --------------------------------------------------------------------------
 
-    def ulp(self, x: float) -> float:
+    def ulp(self, x: float | Fraction) -> float:
         """Return the spacing of the format at `x`: the value of the last bit of `x` after rounding.
 
         The spacing is inf if `x` rounds to infinity, and nan for NaN, as in `math.ulp`.
@@ -288,3 +303,9 @@ class FloatFormat:
         overflowed = torch.copysign(torch.full_like(rounded, overflow), rounded)
         rounded = torch.where(rounded.abs() > self.max, overflowed, rounded)
         return rounded if tensor.dtype is torch.float64 else rounded.float()
+
+
+def _floor_log2(value: Fraction) -> int:
+    """Return floor(log2|value|)."""
+    exponent = value.numerator.bit_length() - value.denominator.bit_length()  # or one more than it
+    return exponent if abs(value) >= Fraction(2) ** exponent else exponent - 1

@@ -9,7 +9,6 @@ from typing import Any
 import anywidget
 import traitlets
 
-from amplab.display.numbers import value_text
 from amplab.display.palette import PALETTE
 from amplab.display.text import escape
 from amplab.views.assets import module, stylesheet
@@ -37,7 +36,8 @@ class BitExplorer(anywidget.AnyWidget):
     BitExplorer('2049', 'bfloat16'): 0x4500 = 2048, spacing 2⁴
 
     Args:
-        number: a number, or text such as ``"2^-24"`` or ``"1 + 2^-11"``; ``"0x3c00"`` is a pattern.
+        number: a number, or text such as ``"2^-24"`` or ``"1 + 2^-11"``, which is read exactly and rounded once;
+            ``"0x3c00"`` is a pattern.
         format_name: a name in `amplab.formats.FORMATS`.
 
     Raises:
@@ -76,8 +76,8 @@ class BitExplorer(anywidget.AnyWidget):
         Raises:
             ValueError: `number` is not a number.
         """
-        text = number if isinstance(number, str) else value_text(float(number))
-        state = self._state.with_number(text)
+        state = self._state
+        state = state.with_number(number) if isinstance(number, str) else state.with_value(number)
         if state.problem:
             raise ValueError(state.problem)
         self._show(state)

@@ -4,14 +4,16 @@
     explorer_payload(BitState) -> dict of strings, booleans and percent positions
 
 No widget here: `bit_explorer.py` holds one state and sends its payload, `bit_explorer.js` draws it.
-How a number is read from text and written as text is in `display.numbers`.
+How a number is read from text and written as text is in `display.numbers`. What was typed is read exactly and rounded
+once, to the format: it need not be a float64.
 """
 
 import math
 from dataclasses import dataclass, replace
+from fractions import Fraction
 from typing import Any
 
-from amplab.display.numbers import binary_power, parse_number, short_text, value_text
+from amplab.display.numbers import binary_power, parse_exact, short_text, value_text
 from amplab.formats import FORMATS, FloatFormat
 
 __all__ = ["FORMAT_LABELS", "BitState", "explorer_payload"]
@@ -25,6 +27,7 @@ FORMAT_LABELS = {
     "float8_e4m3": "float8 e4m3",
 }
 RULER_LOW, RULER_HIGH = -152.0, 131.0  # log2 at the ends of the ruler, a little beyond float32's range
+MOST_TYPED_BITS = 32  # significant bits of a float that is written as a whole number and a power of two
 NEIGHBOR_REACH = 36.0  # percent of the line between the value and its farther neighbor
 
 
@@ -74,9 +77,11 @@ class BitState:
         return ""
 
     @property
-    def number(self) -> float:
-        """The number that was typed, if it is one, else the value of the pattern."""
-        return parse_number(self.typed) if self.typed and not self.problem else self.value
+    def number(self) -> Fraction | float:
+        """The number that was typed, if it is one, else the value of the pattern: a float if no fraction is equal."""
+        if self.typed and not self.problem:
+            return parse_exact(self.typed)
+        return Fraction(self.value) if self.value and math.isfinite(self.value) else self.value
 
     def with_flipped(self, position: int) -> "BitState":
         """Flip one bit, counted from the lowest (0).
@@ -102,6 +107,10 @@ class BitState:
             return replace(self, typed=text.strip())
         return replace(self, bits=bits, typed="" if _is_pattern(text) else text.strip())
 
+    def with_value(self, value: float) -> "BitState":
+        """Take the number nearest to `value`, which is typed."""
+        return self.with_number(_typed_text(value))
+
     def _read(self, text: str) -> int:
         """Return the pattern of a text.
 
@@ -109,7 +118,7 @@ class BitState:
             ValueError: It is not a number, or not a pattern of the format.
         """
         if not _is_pattern(text):
-            return self.fmt.bits(parse_number(text))
+            return self.fmt.bits(parse_exact(text))
         try:
             pattern = int(text, 0)
         except ValueError as problem:
@@ -119,8 +128,8 @@ class BitState:
 
     def with_format(self, format_name: str) -> "BitState":
         """Round the same number to another format."""
-        typed = value_text(self.value) if self.problem or not self.typed else self.typed
-        return BitState(format_name).with_number(typed)
+        state = BitState(format_name)
+        return state.with_value(self.value) if self.problem or not self.typed else state.with_number(self.typed)
 
     def with_step(self, steps: int) -> "BitState":
         """Go up (steps > 0) or down by so many numbers of the format, at most to its last."""
@@ -133,6 +142,27 @@ class BitState:
 
 def _is_pattern(text: str) -> bool:
     return text.strip()[:2].lower() in ("0x", "0b")
+
+
+def _typed_text(value: float) -> str:
+    """Write a number as a person would type it, so that it reads as a number that rounds as `value` in every format.
+
+    >>> _typed_text(0.1), _typed_text(0.0999755859375), _typed_text(2.0**-24), _typed_text(1 + 2.0**-24)
+    ('0.1', '0.0999755859375', '2^-24', '16777217 × 2^-24')
+    """
+    if isinstance(value, int) and value != float(value):
+        return str(value)
+    value = float(value)  # numpy and torch have numbers of their own
+    text = value_text(value)
+    if not math.isfinite(value) or parse_exact(text) == value:
+        return text
+    numerator, denominator = value.as_integer_ratio()
+    lowest = numerator & -numerator
+    odd, exponent = numerator // lowest, lowest.bit_length() - denominator.bit_length()
+    if odd.bit_length() > MOST_TYPED_BITS:
+        return text  # no format has the number or a tie there
+    sign = "-" if value < 0 else ""
+    return f"{sign}2^{exponent}" if abs(odd) == 1 else f"{odd} × 2^{exponent}"
 
 
 def explorer_payload(state: BitState) -> dict[str, Any]:
@@ -239,43 +269,64 @@ def _rounding(state: BitState) -> dict[str, Any] | None:
     return {"verdict": verdict, "text": _story(state.fmt, state.number, verdict)}
 
 
-def _verdict(fmt: FloatFormat, number: float) -> str:
+def _verdict(fmt: FloatFormat, number: Fraction | float) -> str:
     """exact, rounded, tie, underflow, overflow or clipped."""
     rounded = fmt.value(fmt.bits(number))
-    if math.isnan(number) or rounded == number:
+    if math.isnan(rounded) or rounded == number:
         return "exact"
     if rounded == 0:
         return "underflow"
     if math.isinf(rounded):
         return "overflow"
-    if abs(number) > fmt.max + fmt.ulp(fmt.max) / 2:
+    edge = fmt.max + fmt.ulp(fmt.max) / 2
+    if not -edge <= number <= edge:
         return "clipped"
-    return "tie" if abs(number - rounded) == fmt.ulp(number) / 2 else "rounded"
+    return "tie" if 2 * abs(_error(fmt, number)) == _gap_around(fmt, number) else "rounded"
 
 
-def _story(fmt: FloatFormat, number: float, verdict: str) -> str:
+def _error(fmt: FloatFormat, number: Fraction | float) -> Fraction:
+    """What rounding adds to a number; it is finite before and after."""
+    return Fraction(fmt.value(fmt.bits(number))) - Fraction(number)
+
+
+def _gap_around(fmt: FloatFormat, number: Fraction | float) -> float:
+    """The distance of the two numbers of the format between which `number` lies."""
+    gap_below, gap_above = _gaps(fmt, fmt.value(fmt.bits(number)))
+    return gap_below if _error(fmt, number) > 0 else gap_above
+
+
+def _story(fmt: FloatFormat, number: Fraction | float, verdict: str) -> str:
     smallest = binary_power(round(math.log2(fmt.smallest_subnormal)))
-    edge = value_text(fmt.max + fmt.ulp(fmt.max) / 2)
-    if verdict in ("rounded", "tie"):
-        return _error_text(fmt, number, verdict)
-    return {
+    edge = _edge_text(fmt)
+    said = {
         "exact": "Represented exactly.",
         "underflow": f"Underflows: at most half of the smallest number, {smallest}, so it rounds to 0.",
         "overflow": f"Overflows: every number from {edge} up, halfway to the next power of two, rounds to infinity.",
         "clipped": f"Clipped: numbers above {edge} become the largest number, because the format has no infinity.",
-    }[verdict]
+    }.get(verdict) or _error_text(fmt, number, verdict)
+    if isinstance(number, float) and number != 0 and math.isfinite(number):
+        return f"Computed in float64: {value_text(number)}. {said}"
+    return said
 
 
-def _error_text(fmt: FloatFormat, number: float, verdict: str) -> str:
-    rounded = fmt.value(fmt.bits(number))
-    error = rounded - number
-    size = f"off by {short_text(error)} ({_relative_text(error / number)} of the number)"
+def _edge_text(fmt: FloatFormat) -> str:
+    """Halfway from the largest number to the next."""
+    edge = fmt.max + fmt.ulp(fmt.max) / 2
+    if parse_exact(value_text(edge)) == edge:
+        return value_text(edge)
+    return f"{binary_power(fmt.max_exponent + 1)} − {binary_power(fmt.max_exponent - fmt.mantissa_bits - 1)}"
+
+
+def _error_text(fmt: FloatFormat, number: Fraction | float, verdict: str) -> str:
+    error = _error(fmt, number)
+    size = f"off by {short_text(error)} ({_relative_text(error / Fraction(number))} of the number)"
     if verdict == "tie":
         return f"A tie, halfway between two numbers: it rounds to the one whose last bit is 0, {size}."
-    return f"Rounds to the nearest number, {size}, {abs(error) / fmt.ulp(number):.2f} of the spacing."
+    share = float(abs(error) / Fraction(_gap_around(fmt, number)))
+    return f"Rounds to the nearest number, {size}, {share:.2f} of the spacing."
 
 
-def _relative_text(share: float) -> str:
+def _relative_text(share: Fraction) -> str:
     """A relative error in percent, or in scientific notation if it is tiny."""
     share = abs(share)
     return f"{short_text(100 * share, digits=2)} %" if share >= 1e-6 else short_text(share, digits=2)
@@ -283,8 +334,9 @@ def _relative_text(share: float) -> str:
 
 def _landmarks(fmt: FloatFormat) -> list[dict[str, Any]]:
     """Numbers to try, each with a label and the text to type."""
+    largest = f"2^{fmt.max_exponent + 1} - 2^{fmt.max_exponent - fmt.mantissa_bits}"
     edges = [
-        ("largest", value_text(fmt.max)),
+        ("largest", value_text(fmt.max) if parse_exact(value_text(fmt.max)) == fmt.max else largest),
         ("smallest normal", f"2^{fmt.min_exponent}"),
         ("smallest", f"2^{fmt.min_exponent - fmt.mantissa_bits}"),
         ("1 + ε", f"1 + 2^-{fmt.mantissa_bits}"),
@@ -325,10 +377,11 @@ def _neighbors(state: BitState) -> dict[str, Any] | None:
 
 def _typed_position(state: BitState, per_unit: float) -> float | None:
     """The position of the typed number on the line of neighbors, in percent; None if there is none."""
-    offset = state.number - state.value
-    if not state.typed or offset == 0 or not math.isfinite(offset):
+    number = state.number
+    if not state.typed or number == state.value or abs(number) == math.inf:
         return None
-    return min(max(50.0 + offset * per_unit, 1.0), 99.0)
+    offset = (Fraction(number) - Fraction(state.value)) * Fraction(per_unit)
+    return 50.0 + float(min(max(offset, Fraction(-49)), Fraction(49)))
 
 
 def _gaps(fmt: FloatFormat, value: float) -> tuple[float, float]:
@@ -354,14 +407,14 @@ def _ruler(state: BitState) -> dict[str, Any]:
     """Every format's range on one log2 axis, and what the number becomes in each."""
     number = state.number
     return {
-        "title": state.typed if state.typed and not math.isnan(number) else value_text(number),
+        "title": value_text(state.value) if _is_nan(number) or not state.typed else state.typed,
         "ticks": [{"label": binary_power(e), "position": _along(e)} for e in range(-128, 129, 32)],
-        "marker": None if math.isnan(number) else _along(_log2(abs(number))),
+        "marker": None if _is_nan(number) else _along(_log2(number)),
         "rows": [_ruler_row(fmt, number) for fmt in FORMATS.values()],
     }
 
 
-def _ruler_row(fmt: FloatFormat, number: float) -> dict[str, Any]:
+def _ruler_row(fmt: FloatFormat, number: Fraction | float) -> dict[str, Any]:
     rounded, verdict = fmt.value(fmt.bits(number)), _verdict(fmt, number)
     words = {"exact": "exact", "underflow": "underflows", "overflow": "overflows", "clipped": "clipped"}
     smallest = fmt.min_exponent - fmt.mantissa_bits
@@ -374,14 +427,22 @@ def _ruler_row(fmt: FloatFormat, number: float) -> dict[str, Any]:
         "range": f"{binary_power(smallest)} to {short_text(fmt.max)}",
         "result": short_text(rounded, digits=9),
         "verdict": verdict,
-        "words": words.get(verdict) or f"off by {_relative_text((rounded - number) / number)}",
+        "words": words.get(verdict) or f"off by {_relative_text(_error(fmt, number) / Fraction(number))}",
     }
 
 
-def _log2(magnitude: float) -> float:
-    if magnitude == 0:
+def _is_nan(number: Fraction | float) -> bool:
+    return isinstance(number, float) and math.isnan(number)
+
+
+def _log2(number: Fraction | float) -> float:
+    """log2 of the magnitude; the ends of the ruler for 0 and infinity."""
+    if number == 0:
         return RULER_LOW
-    return RULER_HIGH if math.isinf(magnitude) else math.log2(magnitude)
+    if abs(number) == math.inf:
+        return RULER_HIGH
+    numerator, denominator = number.as_integer_ratio()
+    return math.log2(abs(numerator)) - math.log2(denominator)
 
 
 def _along(log2: float) -> float:

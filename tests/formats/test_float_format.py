@@ -3,6 +3,7 @@
 import itertools
 import math
 import struct
+from fractions import Fraction
 
 import numpy as np
 import pytest
@@ -160,6 +161,28 @@ def test_bits_rounds_like_round(fmt):
     x = float32_battery(fmt)[-30_000:]
     one_by_one = [fmt.value(fmt.bits(value)) for value in x.tolist()]
     assert_same_numbers(one_by_one, fmt.round(x.double()))
+
+
+@pytest.mark.parametrize("fmt", FORMATS.values(), ids=name_of)
+def test_bits_of_a_fraction_is_that_of_the_equal_float(fmt):
+    values = [value for value in float32_battery(fmt)[-30_000::7].tolist() if math.isfinite(value) and value]
+    assert [fmt.bits(Fraction(value)) for value in values] == [fmt.bits(value) for value in values]
+
+
+@pytest.mark.parametrize("fmt", SMALL_FORMATS, ids=name_of)
+def test_a_fraction_is_rounded_once(fmt):
+    numbers = [Fraction(number) for number in sorted_numbers(fmt)]
+    near = Fraction(1, 2**3000)
+    for below, above in list(itertools.pairwise(numbers))[:: 1 if fmt.total_bits == 8 else 97]:
+        tie = (below + above) / 2
+        assert fmt.value(fmt.bits(tie - near)) == below
+        assert fmt.value(fmt.bits(tie + near)) == above
+        assert fmt.bits(tie) % 2 == 0
+    edge = Fraction(fmt.max + fmt.ulp(fmt.max) / 2)
+    beyond = math.inf if fmt.has_infinity else fmt.max
+    assert fmt.value(fmt.bits(edge - near)) == fmt.max
+    assert fmt.value(fmt.bits(-edge - near)) == fmt.value(fmt.bits(Fraction(-(10**400)))) == -beyond
+    assert math.copysign(1, fmt.value(fmt.bits(Fraction(-1, 10**400)))) == -1
 
 
 def test_halfs_edge_of_overflow():

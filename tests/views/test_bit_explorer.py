@@ -1,8 +1,11 @@
 """The bit explorer: states, the payload as plain values, the widget, and the static HTML."""
 
+import bisect
 import json
 import math
+import random
 import re
+from fractions import Fraction
 from html.parser import HTMLParser
 
 import numpy as np
@@ -11,7 +14,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from amplab.display.numbers import parse_number, value_text
+from amplab.display.numbers import parse_exact, parse_number, value_text
 from amplab.display.palette import PALETTE
 from amplab.formats import FORMATS
 from amplab.views import BitExplorer
@@ -53,7 +56,7 @@ def test_the_number_is_kept_when_the_format_changes():
 
 def test_a_flipped_pattern_goes_to_the_next_format_as_a_number():
     state = BitState("float32").with_number("1").with_flipped(0).with_format("float16")
-    assert (state.typed, state.value) == ("1.0000001192092896", 1.0)
+    assert (state.typed, state.value) == ("8388609 × 2^-23", 1.0)
 
 
 def test_stepping_visits_the_neighbors_and_stops_at_the_ends():
@@ -145,6 +148,12 @@ def test_neighbors_of_a_power_of_two_are_nearer_below():
     assert neighbors["zone"] == half_way
 
 
+def test_a_tie_below_a_power_of_two_is_halfway_to_the_nearer_neighbor():
+    rounding = shown("2047.5")["rounding"]
+    assert rounding["verdict"] == "tie"
+    assert "0.40 of the spacing" in shown("2047.6")["rounding"]["text"]
+
+
 def test_neighbors_at_the_edge_of_the_range():
     assert shown("65504")["neighbors"]["above"]["text"] == "∞"
     finite_only = shown("448", "float8_e4m3")["neighbors"]
@@ -165,12 +174,95 @@ def test_neighbors_at_the_edge_of_the_range():
         ("465", "float8_e4m3", "clipped", "above 464"),
         ("464", "float8_e4m3", "tie", "off by -16"),
         ("nan", "float16", "exact", "exactly"),
+        ("1e400", "float32", "overflow", "rounds to infinity"),
+        ("1e400", "float8_e4m3", "clipped", "above 464"),
+        ("-1e-400", "float32", "underflow", "2⁻¹⁴⁹"),
+        ("2^-1100", "float16", "underflow", "2⁻²⁴"),
+        ("1 + 2^-60", "float32", "rounded", "off by -8.67e-19"),
+        ("1 + 1e-400", "float16", "rounded", "off by -1e-400 (1e-400 of the number), 0.00 of the spacing"),
+        ("1.00000000000000000001", "float32", "rounded", "off by -1e-20"),
+        ("2049.0000000000000001", "float16", "rounded", "off by 1 "),
+        ("2^-150", "float32", "underflow", "at most half"),
+        ("2^-150 + 2^-900", "float32", "rounded", "off by 7.01e-46"),
+        ("2^128 - 2^103", "float32", "overflow", "from 2¹²⁸ − 2¹⁰³ up"),
+        ("2^128 - 2^103 - 1", "float32", "rounded", "off by -1.01e31"),
+        ("4^0.5", "float16", "exact", "Computed in float64: 2. Represented exactly."),
     ],
 )
 def test_what_became_of_a_number_is_told(text, format_name, verdict, said):
     rounding = shown(text, format_name)["rounding"]
     assert rounding["verdict"] == verdict
     assert said in rounding["text"]
+
+
+def rounded_by_search(number, patterns):
+    """The pattern whose value is nearest to a fraction, of two the even one, and what became of the number.
+
+    `patterns` are those of the format from 0 up with their values; the last one is infinity, with the number that
+    would be there.
+    """
+    values = [value for _, value in patterns]
+    place = bisect.bisect_right(values, abs(number)) - 1
+    pattern, low = patterns[place]
+    if place == len(patterns) - 1:
+        return pattern, "overflow"
+    if abs(number) == low:
+        return pattern, "exact"
+    above, high = patterns[place + 1]
+    to_low, to_high = abs(number) - low, high - abs(number)
+    nearest, value = (pattern, low) if (to_low, pattern % 2) < (to_high, above % 2) else (above, high)
+    if value == 0 or nearest == patterns[-1][0]:
+        return nearest, "underflow" if value == 0 else "overflow"
+    return nearest, "tie" if to_low == to_high else "rounded"
+
+
+@pytest.mark.parametrize("name", ["float16", "bfloat16", "float8_e5m2"])
+def test_a_number_that_float64_does_not_hold_is_rounded_once(name):
+    fmt = FORMATS[name]
+    top = fmt.bits(fmt.max)
+    patterns = [(bits, Fraction(fmt.value(bits))) for bits in range(top + 1)]
+    patterns.append((top + 1, 2 * patterns[-1][1] - patterns[-2][1]))  # infinity, where the next number would be
+    chance = random.Random(0)
+    for _ in range(150):
+        place = chance.choice([0, 1, 2, top - 1, top, chance.randrange(top)])
+        (_, low), (_, high) = patterns[place : place + 2]
+        near = chance.choice([low, (low + high) / 2, high]) or high
+        beside = chance.choice(["", " + 2^-2000", " - 1e-1000", " + 1e-300", " - 3^-400"])
+        last = (near.numerator & -near.numerator).bit_length() - near.denominator.bit_length()
+        text = f"{chance.choice(['', '-'])}({near / Fraction(2) ** last} × 2^{last}{beside})"
+        number = parse_exact(text)
+        pattern, verdict = rounded_by_search(Fraction(number), patterns)
+        state = BitState(name).with_number(text)
+        sign = math.copysign(1.0, float(number)) < 0
+        assert state.bits == pattern + (sign << (fmt.total_bits - 1)), text
+        assert explorer_payload(state)["rounding"]["verdict"] == verdict, text
+
+
+def test_beyond_what_can_be_read_exactly_is_refused_at_once():
+    for text in ("1e999999999", "1e-999999999", "2^1000000000", "2^-1000000000", "9^9^9", "1.5e" + "9" * 50):
+        assert "too large or too close to 0" in BitState().with_number(text).problem
+
+
+@given(any_format, st.floats())
+def test_a_float_is_shown_as_text_that_rounds_as_the_float_in_every_format(format_name, value):
+    state = BitState(format_name).with_value(value)
+    assert state.bits == state.fmt.bits(value)
+    is_held = math.isnan(value) or state.value == value
+    assert (explorer_payload(state)["rounding"]["verdict"] == "exact") == is_held
+
+
+@given(any_state())
+def test_the_value_of_a_pattern_goes_to_its_own_format_unrounded(state):
+    again = BitState(state.format_name).with_value(state.value)
+    np.testing.assert_array_equal(again.value, state.value)
+    assert explorer_payload(again)["rounding"]["verdict"] == "exact"
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_a_number_to_try_is_what_its_label_says(name):
+    marks = {mark["label"]: mark["text"] for mark in shown("1", name)["landmarks"]}
+    for label in ("largest", "smallest normal", "smallest", "1 + ε"):
+        assert shown(marks[label], name)["rounding"]["verdict"] == "exact"
 
 
 def test_the_ruler_says_what_each_format_makes_of_the_number():
@@ -242,6 +334,20 @@ def test_the_still_picture_escapes_what_was_typed():
 
 
 # ---- the widget ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("number", [2.0**-24, np.float32(0.1), 2**60, -(2.0**-149), 1 + 2.0**-23, True, 0, -0.0])
+def test_a_number_of_python_that_the_format_has_is_exact(number):
+    explorer = BitExplorer(number, "float32")
+    assert explorer.value == number
+    assert explorer.payload["rounding"]["verdict"] == "exact"
+
+
+@pytest.mark.parametrize(
+    ("number", "verdict"), [(2**60 + 1, "rounded"), (0.1, "rounded"), (1 + 2.0**-24, "tie"), (2**300, "overflow")]
+)
+def test_a_number_of_python_that_the_format_has_not_is_rounded_as_it_is(number, verdict):
+    assert BitExplorer(number, "float32").payload["rounding"]["verdict"] == verdict
 
 
 def test_methods_do_what_clicks_do():
