@@ -6,6 +6,7 @@ it waits for the drawing, keeps the latest only; `explorable.js` draws the paylo
 
 from __future__ import annotations
 
+import sys
 import threading
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -21,7 +22,15 @@ from amplab.views.explorable_controls import Choice, Slider
 __all__ = ["Explorable", "explorable_payload", "picture_html"]
 
 Control = Slider | Choice
+MOST_DRAWINGS = 50
+"""For one change, where each drawing sets another value."""
+
 _LONGEST = 300  # characters of a drawing's text that a screen reader is told
+
+
+_turn = threading.RLock()
+"""One drawing at a time: messages of the page may arrive in a thread of their own, and drawings may set others."""
+renew_lock_in_forks(sys.modules[__name__], "_turn")
 
 
 class Explorable(anywidget.AnyWidget):
@@ -34,7 +43,8 @@ class Explorable(anywidget.AnyWidget):
 
     Args:
         draw: called with the value of every control by name. Returns anything; its ``_repr_html_()`` is shown if it
-            has one, else its repr, which should be short and the same in every run. It takes less than 0.1 s.
+            has one, else its repr, which should be short and the same in every run. It takes less than 0.1 s. It may
+            call `set`, e.g. to keep one control below another: it is then called again, with those values.
         controls: a `Slider` or a `Choice` for each argument of `draw`.
 
     Raises:
@@ -53,8 +63,7 @@ class Explorable(anywidget.AnyWidget):
         super().__init__()
         self._draw = draw
         self._controls = controls
-        self._turn = threading.RLock()  # messages of the page may arrive in a thread of their own
-        renew_lock_in_forks(self, "_turn")
+        self._set_in_draw: dict[str, Any] | None = None  # a dict while a change is drawn
         self._values = {name: control.start for name, control in controls.items()}
         self._drawing = draw(**self._values)
         self._publish()
@@ -68,17 +77,40 @@ class Explorable(anywidget.AnyWidget):
     def set(self, **values: Any) -> None:
         """Change controls and draw. If `draw` raises, nothing changes.
 
+        In `draw` it takes effect after the present drawing, which is not shown if a value differs.
+
         Raises:
             ValueError: there is no such control, or it does not have that value.
+            RuntimeError: `draw` has set another value in each of `MOST_DRAWINGS` drawings.
         """
-        with self._turn:
+        with _turn:
             self._change(values)
-            self._publish()
+            if self._set_in_draw is None:
+                self._publish()
 
     def _change(self, values: Mapping[str, Any]) -> None:
+        """Draw with changed values; in `draw`, only note them."""
         accepted = {name: self._accept(name, value) for name, value in values.items()}
-        self._drawing = self._draw(**{**self._values, **accepted})
-        self._values.update(accepted)
+        if self._set_in_draw is not None:
+            self._set_in_draw.update(accepted)
+            return
+        changed = {**self._values, **accepted}
+        try:
+            for _ in range(MOST_DRAWINGS):
+                self._set_in_draw = {}
+                drawing = self._draw(**changed)
+                following = {**changed, **self._set_in_draw}
+                if following == changed:
+                    break
+                changed = following
+            else:
+                raise RuntimeError(
+                    f"set() in draw: {MOST_DRAWINGS} drawings in a row have set another value; "
+                    "expected values that draw leaves as they are."
+                )
+        finally:
+            self._set_in_draw = None
+        self._values, self._drawing = changed, drawing
 
     def _accept(self, name: str, value: Any) -> Any:
         if name not in self._controls:
@@ -96,7 +128,7 @@ class Explorable(anywidget.AnyWidget):
         """Answer the page: `set` has the changed values, `turn` names the change in the answer."""
         match message:
             case {"set": dict() as values, "turn": str() as turn}:
-                with self._turn:
+                with _turn:
                     problem = ""
                     try:
                         self._change(values)

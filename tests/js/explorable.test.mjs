@@ -43,6 +43,28 @@ test("a change that is never answered is reported and does not hold up the next"
   queue.destroy();
 });
 
+test("what was changed during a change that is answered late goes out once, and the late answer is not the latest", async () => {
+  const sent = [];
+  const queue = new OneAtATime((message) => sent.push(message), { patience: 5, name: "a" });
+  queue.change({ scale: 3 });
+  queue.change({ scale: 5 });
+  queue.change({ scale: 8 });
+  await new Promise((resolve) => { setTimeout(resolve, 20); });
+  assert.deepEqual(sent.slice(1), [{ set: { scale: 8 }, turn: "a-2" }]);
+  assert.equal(queue.answered("a-1"), false); // late: the controls stay where the person has put them
+  assert.equal(queue.answered("a-2"), true);
+  queue.change({ level: "O1" });
+  assert.deepEqual(sent[2], { set: { level: "O1" }, turn: "a-3" });
+  queue.destroy();
+});
+
+test("a change that is answered late without a later one is the latest", async () => {
+  const queue = new OneAtATime(() => {}, { patience: 5, name: "a" });
+  queue.change({ scale: 3 });
+  await new Promise((resolve) => { setTimeout(resolve, 20); });
+  assert.equal(queue.answered("a-1"), true);
+});
+
 test("a slider shows its number, or the power that it is the exponent of", () => {
   assert.equal(sliderText({ power: true }, "-8"), "2⁻⁸");
   assert.equal(sliderText({ power: false }, "0.3"), "0.3");

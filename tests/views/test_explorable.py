@@ -3,6 +3,7 @@
 import json
 import re
 import threading
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -118,6 +119,99 @@ def test_one_drawing_at_a_time() -> None:
     for thread in threads:
         thread.join()
     assert set(crowds) == {1}
+
+
+def within(seconds: float, call: Callable[[], Any]) -> Any:
+    """Return what `call` returns in a thread of its own, where a lock that it waits for in vain fails the test."""
+    answers: list[Any] = []
+    thread = threading.Thread(target=lambda: answers.append(call()), daemon=True)
+    thread.start()
+    thread.join(seconds)
+    assert answers, "it hangs or has failed"
+    return answers[0]
+
+
+def test_set_in_draw_takes_effect_after_the_present_drawing() -> None:
+    shown: list[Explorable] = []
+    drawn: list[tuple[int, int]] = []
+
+    def ordered(low: int, high: int) -> Drawing:
+        drawn.append((low, high))
+        if low > high:
+            shown[0].set(high=low)
+        return Drawing(f"{low} to {high}")
+
+    shown.append(Explorable(ordered, low=Slider(0, 9), high=Slider(0, 9)))
+    within(5, lambda: shown[0].set(low=5))
+    assert repr(shown[0]) == "Explorable(low=5, high=5): 5 to 5"
+    assert drawn == [(0, 0), (5, 0), (5, 5)]
+    within(5, lambda: send(shown[0], low=7))
+    assert [control["value"] for control in shown[0].payload["controls"]] == [7, 7]
+
+
+def test_a_refused_set_in_draw_and_a_second_drawing_that_fails_change_nothing() -> None:
+    shown: list[Explorable] = []
+
+    def jumping(side: int) -> int:
+        if side == 5:
+            shown[0].set(side=6)
+        if side == 6:
+            raise ArithmeticError("no 6")
+        if side == 7:
+            shown[0].set(side=70)
+        return side
+
+    shown.append(Explorable(jumping, side=Slider(0, 9)))
+    for side, error in ((5, ArithmeticError), (7, ValueError)):
+        with pytest.raises(error, match=r"no 6|expected 0 to 9"):
+            shown[0].set(side=side)
+        assert repr(shown[0]) == "Explorable(side=0): 0"
+    shown[0].set(side=1)
+    assert repr(shown[0]) == "Explorable(side=1): 1"
+
+
+def test_a_draw_that_always_sets_another_value_ends() -> None:
+    shown: list[Explorable] = []
+
+    def restless(side: int) -> int:
+        if shown:
+            shown[0].set(side=1 - side)
+        return side
+
+    shown.append(Explorable(restless, side=Slider(0, 1)))
+    with pytest.raises(RuntimeError, match=r"set\(\) in draw"):
+        shown[0].set(side=1)
+    assert repr(shown[0]) == "Explorable(side=0): 0"
+    send(shown[0], side=1)
+    assert "RuntimeError" in shown[0].payload["problem"]
+
+
+def test_two_explorables_that_set_each_other_agree_also_from_two_threads() -> None:
+    pair: list[Explorable] = []
+
+    def follows(other: int) -> Callable[[int], int]:
+        def draw(side: int) -> int:
+            threading.Event().wait(0.001)
+            if len(pair) == 2:
+                pair[other].set(side=side)
+            return side
+
+        return draw
+
+    pair += [Explorable(follows(1), side=Slider(0, 9)), Explorable(follows(0), side=Slider(0, 9))]
+
+    def moved(place: int) -> bool:
+        for side in range(10):
+            send(pair[place], side=side)
+        return True
+
+    threads = [threading.Thread(target=moved, args=(place,), daemon=True) for place in (0, 1)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(10)
+    assert not any(thread.is_alive() for thread in threads)
+    assert pair[0].values == pair[1].values == {"side": 9}
 
 
 def test_the_payload_is_plain() -> None:

@@ -14,7 +14,7 @@ export const sliderText = ({ power }, value) => (power ? `2${raised(value)}` : S
 
 /**
  * Send changes one at a time: while one is under way, later ones are merged, and go out as one when it is answered.
- * A change that is never answered holds up the others for `patience` ms only.
+ * A change that is not answered holds up the others for `patience` ms only.
  */
 export class OneAtATime {
   constructor(send, { patience = PATIENCE, late = () => {}, name = Math.random().toString(36).slice(2) } = {}) {
@@ -30,16 +30,22 @@ export class OneAtATime {
     this.waiting = `${this.name}-${++this.number}`;
     this.send({ set: this.next, turn: this.waiting });
     this.next = null;
-    this.timer = setTimeout(() => { this.waiting = null; this.late(); }, this.patience);
+    this.timer = setTimeout(() => {
+      this.waiting = null;
+      this.late();
+      if (this.next) this.go();
+    }, this.patience);
   }
 
-  /** Note an answer; true if it answers the change under way and no later one is left. */
+  /** Note an answer, which may be late or for another view; true if no change of this view is later. */
   answered(turn) {
-    if (turn !== this.waiting) return this.waiting === null;
-    clearTimeout(this.timer);
-    this.waiting = null;
-    if (this.next) this.go();
-    return this.waiting === null;
+    const isOlder = turn.startsWith(`${this.name}-`) && turn !== `${this.name}-${this.number}`;
+    if (turn === this.waiting) {
+      clearTimeout(this.timer);
+      this.waiting = null;
+      if (this.next) this.go();
+    }
+    return this.waiting === null && !isOlder;
   }
 
   destroy() {
