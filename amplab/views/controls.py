@@ -16,7 +16,7 @@ from typing import Any
 
 from amplab.display.numbers import power
 from amplab.lab import FIELDS, LIVE_FIELDS, ExperimentConfig, Trainer, field_named
-from amplab.lab.config_field import Change, ConfigField, SettingRefused
+from amplab.lab.config_field import Change, ConfigField, SettingRefused, echo
 from amplab.lab.levels import LEVELS, Level, explained, why_no_override
 
 __all__ = ["act", "controls_payload", "field_value"]
@@ -190,7 +190,10 @@ def _steps(value: object) -> int:
     """
     if isinstance(value, int | float) and not isinstance(value, bool) and value >= 1 and float(value).is_integer():
         return int(value)
-    said = "Run N steps: no number was entered; " if value is None else f"Run {value} steps: "
+    if value is None:
+        said = "Run N steps: no number was entered; "
+    else:
+        said = f"Run N steps: {echo(value)} is not allowed; " if isinstance(value, str) else f"Run {value} steps: "
     raise ValueError(f"{said}expected a whole number > 0, such as 100.")
 
 

@@ -41,6 +41,7 @@ _SWITCH = _Kind("true or false", lambda value: isinstance(value, bool))
 _COUNT = _Kind("a whole number >= 0", is_count)
 _STEP = _Kind("the number of a step", is_count)
 _TYPED_NUMBER = _or_null(_Kind("a number", is_number))
+_TYPED_STEPS = _or_null(_Kind("a number or a text", lambda value: is_number(value) or isinstance(value, str)))
 _SETTING = _or_null(
     _Kind("a number, a text, true or false", lambda value: is_number(value) or isinstance(value, str | bool))
 )
@@ -55,7 +56,7 @@ _Fields = Mapping[str, _Kind]
 MESSAGES: Mapping[str, Mapping[str, _Fields]] = {
     "controls": {
         **{name: {} for name in ("start", "pause", "step", "reset", "undo", "defaults")},
-        "run": {"steps": _TYPED_NUMBER},
+        "run": {"steps": _TYPED_STEPS},
         "speed": {"value": _TYPED_NUMBER},
         "change": {"field": _one_of(FIELDS), "value": _SETTING},
         "default": {"field": _one_of(FIELDS)},
@@ -79,7 +80,7 @@ TAB_MESSAGES: Mapping[str, Mapping[str, _Fields]] = {
     "findings": {"apply": {"key": _TEXT}},
     "runs": {
         **{name: {"number": _COUNT} for name in ("remove", "continue", "restore")},
-        "compare": {"steps": _TYPED_NUMBER},
+        "compare": {"steps": _TYPED_STEPS},
         "stop": {},
         "twin": {},
         "show": {"number": _COUNT, "shown": _SWITCH},

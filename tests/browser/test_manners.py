@@ -197,6 +197,43 @@ def test_what_is_no_number_in_a_browser_is_refused_in_words(dashboard: Dashboard
     expect(alert).to_be_hidden()
 
 
+def test_what_is_no_number_is_refused_in_each_field(dashboard: DashboardPage) -> None:
+    alert = dashboard.root.locator(".amp-controls [role=alert]")
+    for name, kept in (("floor, exponent of two", ""), ("window: ", "50"), ("Number of steps to run", None)):
+        field = dashboard.root.get_by_label(name)
+        field.click()
+        dashboard.lab.page.keyboard.press("Control+a")
+        dashboard.lab.page.keyboard.type("1e400")
+        field.press("Enter")
+        label = "Run N steps" if kept is None else name[:-2] if name.endswith(": ") else name.split(",")[0]
+        expect(alert).to_contain_text(f"{label}: not a number is not allowed; ")
+        if kept is not None:
+            expect(field).to_have_value(kept)
+            assert not field.evaluate("field => field.validity.badInput")
+    field.fill("100")
+    dashboard.press("static")
+    expect(alert).to_be_hidden()
+
+
+def test_an_emptied_static_scale_is_no_number_and_is_refused(dashboard: DashboardPage) -> None:
+    dashboard.press("static")
+    scale = dashboard.root.get_by_label("scale, exponent of two", exact=True)
+    expect(scale).to_have_value("7")
+    alert = dashboard.root.locator(".amp-controls [role=alert]")
+    for typed, said in (("", "no value was entered"), ("1e400", "not a number is not allowed")):
+        scale.click()
+        dashboard.lab.page.keyboard.press("Control+a")
+        dashboard.lab.page.keyboard.press("Delete")
+        dashboard.lab.page.keyboard.type(typed)
+        scale.press("Enter")
+        expect(alert).to_contain_text(f"Loss scale: {said}; enter an exponent of two")
+        expect(scale).to_have_value("7")
+        expect(dashboard.button("static")).to_have_attribute("aria-checked", "true")
+    dashboard.press("by level")
+    expect(alert).to_be_hidden()
+    expect(dashboard.root.locator(".amp-config")).not_to_contain_text("loss_scale")
+
+
 def test_an_exponent_that_no_number_holds_is_refused_as_it_was_typed(dashboard: DashboardPage) -> None:
     start = dashboard.root.get_by_label("init, exponent of two")
     alert = dashboard.root.locator(".amp-controls [role=alert]")

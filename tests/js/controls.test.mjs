@@ -4,8 +4,8 @@ import assert from "node:assert/strict";
 import test from "node:test";
 
 import { pieces } from "../../amplab/views/web/bit_explorer.js";
-import { changeNote, exponentOf, faultNote, optionOf, powerOfTwo, speedPosition, speedText, typed } from "../../amplab/views/web/controls.js";
-import { arrowTarget, visible } from "../../amplab/views/web/elements.js";
+import { changeNote, exponentOf, faultNote, optionOf, powerOfTwo, speedPosition, speedText } from "../../amplab/views/web/controls.js";
+import { arrowTarget, typed, visible } from "../../amplab/views/web/elements.js";
 
 test("an exponent becomes a number where float64 has it, else text that a refusal can quote", () => {
   assert.equal(powerOfTwo(16), 65536);

@@ -10,6 +10,7 @@ from amplab.lab import FIELDS, ExperimentConfig, Trainer
 from amplab.lab.config import OVERRIDES
 from amplab.lab.levels import why_no_override
 from amplab.views.controls import act, controls_payload, field_value
+from amplab.views.messages import refusal
 
 LEVELS = list(lab.LEVELS)
 
@@ -288,10 +289,18 @@ def test_a_run_of_n_steps_that_starts_over_makes_all_of_them(trainer: Trainer, u
     assert (trainer.state, len(trainer.history), trainer.config.seed) == ("paused", 7, 1)
 
 
-@pytest.mark.parametrize("steps", [None, 0, -3, 2.5])
-def test_run_n_steps_refuses_what_is_not_a_number_of_steps(trainer: Trainer, steps: float | None) -> None:
-    said = "N steps: no number was entered; " if steps is None else f"{steps} steps: "
-    assert act(trainer, {"type": "run", "steps": steps}) == f"Run {said}expected a whole number > 0, such as 100."
+@pytest.mark.parametrize(
+    ("steps", "said"),
+    [
+        (None, "N steps: no number was entered; "),
+        ("not a number", "N steps: not a number is not allowed; "),
+        *((steps, f"{steps} steps: ") for steps in (0, -3, 2.5)),
+    ],
+)
+def test_run_n_steps_refuses_what_is_not_a_number_of_steps(trainer: Trainer, steps: object, said: str) -> None:
+    message = {"type": "run", "steps": steps}
+    assert refusal("controls", message) is None
+    assert act(trainer, message) == f"Run {said}expected a whole number > 0, such as 100."
     assert trainer.state == "ready"
 
 
@@ -317,6 +326,8 @@ def test_a_fault_goes_into_the_next_step(trainer: Trainer) -> None:
     [
         (change("lr", -1), "Learning rate: -1 is not allowed; enter a number above 0."),
         (change("lr", None), "Learning rate: no value was entered; enter a number above 0."),
+        (change("loss_scale", "none"), "Loss scale: no value was entered; enter an exponent of two from −126 to 127."),
+        (change("min_loss_scale", "not a number"), "floor: not a number is not allowed; enter an exponent of two"),
         (change("growth_interval", 2.5), "window: 2.5 is not allowed"),
         (change("min_loss_scale", 2.0**30), "floor 2³⁰ is above ceiling 2²⁴"),
         (change("max_loss_scale", 2.0**10), "init 2¹⁶ is above ceiling 2¹⁰; lower init or raise ceiling first."),

@@ -180,6 +180,8 @@ def test_the_page_compares_stops_and_keeps_what_was_trained(lab: Dashboard, wire
     tell(panels, tab="runs", type="compare", steps=None)
     empty = "Steps: no number was entered; enter a whole number from 1 to 100,000."
     until(lambda: panels.shown("runs")["summary"] == empty)
+    tell(panels, tab="runs", type="compare", steps="not a number")
+    until(lambda: panels.shown("runs")["summary"].startswith("Steps: not a number is not allowed; "))
     tell(panels, tab="runs", type="remove", number=1)
     until(lambda: len(panels.shown("runs")["rows"]) == 1)
     tell(lab._presenter.parts.controls, type="undo")

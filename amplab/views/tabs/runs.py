@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from amplab.lab import ActivationsReady, ConfigChanged, Event, ExperimentConfig, Failed, StateChanged, TwinReady
+from amplab.lab.config_field import echo
 from amplab.views.parts import Message
 from amplab.views.tabs.runs_payload import runs_payload, twin_payload
 from amplab.views.tabs.tab import Desk, Tab
@@ -113,5 +114,5 @@ def _whole(value: Any) -> int:
     if value is None:
         raise ValueError("Steps: no number was entered; enter a whole number from 1 to 100,000.")
     if not isinstance(value, int | float) or not 1 <= value <= 100_000 or value != int(value):
-        raise ValueError(f"Steps: {value} is not allowed; enter a whole number from 1 to 100,000.")
+        raise ValueError(f"Steps: {echo(str(value))} is not allowed; enter a whole number from 1 to 100,000.")
     return int(value)

@@ -1,7 +1,7 @@
 // The controls: all settings of an experiment. They show the kernel's `shown`; a click sends one message, and the page
 // changes when the kernel answers.
 
-import { choices, h, icon, write } from "./elements.js";
+import { choices, h, icon, typed, write } from "./elements.js";
 import { endWithKernel, ownKeys } from "./page.js";
 
 /** A labeled block; `note` is the line below that explains, `back` the button beside the label. */
@@ -37,9 +37,6 @@ function dropdown(name, label, change) {
 
 /** The value among [value, label] pairs that has this text. */
 export const optionOf = (options, text) => options.find(([value]) => String(value) === text)[0];
-
-/** What was typed into a number field: null for nothing, and text for what is no number, which the kernel refuses. */
-export const typed = ({ value, validity }) => (validity.badInput ? "not a number" : value === "" ? null : Number(value));
 
 /**
  * A number that is sent when it is complete (Enter, or focus leaves the field), not while it is typed. The field keeps
@@ -130,7 +127,7 @@ export const speedText = (speed) => (speed === null ? "full speed" : `${speed} s
 /** How far and how fast: "Run N steps", and the speed of every run. */
 function paceRow(send) {
   const steps = h("input", { type: "number", "aria-label": "Number of steps to run", min: "1", step: "1", value: "100" });
-  const start = () => send("run", { steps: steps.value === "" ? null : Number(steps.value) });
+  const start = () => send("run", { steps: typed(steps) });
   const run = h("button", { type: "button", class: "amp-button", title: "Train so many steps, then pause; a run that starts over meanwhile makes them from its beginning", onclick: start }, "Run");
   steps.addEventListener("keydown", (event) => event.key === "Enter" && start());
   const slider = h("input", { type: "range", class: "amp-speed", "aria-label": "Speed", min: "0", max: String(SPEEDS.length - 1), step: "1" });
@@ -235,7 +232,8 @@ function scaleBlock(fields, change, backs) {
     min_loss_scale: exponent(fields.min_loss_scale, (value) => change("min_loss_scale", value), backs.min_loss_scale.button),
     max_loss_scale: exponent(fields.max_loss_scale, (value) => change("max_loss_scale", value), backs.max_loss_scale.button),
   };
-  const fixed = exponent({ label: "scale", title: "Loss scale of every step" }, (value) => change("loss_scale", value));
+  // null would be "by level": an emptied field is "none", which is refused as no value
+  const fixed = exponent({ label: "scale", title: "Loss scale of every step" }, (value) => change("loss_scale", value ?? "none"));
   const dynamicRow = h("div", { class: "amp-fields amp-four" }, Object.values(parts).map((part) => part.box));
   const fixedRow = h("div", { class: "amp-fields amp-four" }, fixed.box);
   const show = (scale, now) => {

@@ -121,3 +121,6 @@ export function choices(label, names, choose, texts = {}) {
   };
   return { group, buttons, show };
 }
+
+/** What was typed into a number field: null for nothing, and text for what is no number, which the kernel refuses. */
+export const typed = ({ value, validity }) => (validity.badInput ? "not a number" : value === "" ? null : Number(value));

@@ -1,6 +1,6 @@
 // The tab of runs: the present run and the kept ones as a table of results or of memory, and the twin.
 
-import { choices, h, icon, write } from "./elements.js";
+import { choices, h, icon, typed, write } from "./elements.js";
 import { emptyRow, table } from "./tables.js";
 
 const RESULTS = [["Run"], ["Loss", "amp-num"], ["Held-out", "amp-num"], ["Skipped", "amp-num"], ["Steps", "amp-num"], ["Steps/s", "amp-num"], ["Actions"]];
@@ -63,7 +63,7 @@ export function runsPanel({ send }) {
   const views = choices("View", ["results", "memory", "twin"], pick, { results: "Results", memory: "Memory", twin: "Twin" });
   const steps = h("input", { type: "number", min: "1", max: "100000", step: "1", value: "300", class: "amp-run-steps", "aria-label": "Steps of each run" });
   const compare = h("button", {
-    type: "button", class: "amp-button amp-run-all", onclick: () => send(payload.progress ? { type: "stop" } : { type: "compare", steps: steps.value === "" ? null : Number(steps.value) }),
+    type: "button", class: "amp-button amp-run-all", onclick: () => send(payload.progress ? { type: "stop" } : { type: "compare", steps: typed(steps) }),
   });
   const length = h("label", { class: "amp-run-length" }, steps, "steps each");
   const twin = h("button", {
