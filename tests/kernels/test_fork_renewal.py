@@ -14,9 +14,8 @@ from amplab.kernels import dispatch_casts
 from amplab.kernels.builder import BuildReport, KernelLibrary
 from amplab.kernels.builder import library as build
 from amplab.kernels.fork_renewal import renew_in_forks, renew_lock_in_forks
-from amplab.lab import checkpoints
+from amplab.lab import checkpoints, drawing_turns
 from amplab.lab.kept_runs import KeptRuns
-from amplab.lab.tasks import task
 from amplab.trace import engines, optimizer_hooks
 
 pytestmark = [
@@ -70,7 +69,7 @@ LOCKS = {
     "the stance of compiled functions": lambda: (engines._EAGER, "_lock"),
     "the owner of the session": lambda: (functions, "_LOCK"),
     "registered functions": lambda: (registered_functions._REPLACEMENTS, "_lock"),
-    "random numbers": lambda: (task, "_turn"),
+    "random numbers": lambda: (drawing_turns, "_turn"),
     "checkpoints": lambda: (checkpoints, "_guard"),
     "the experiment of a kernel": lambda: (sys.modules["amplab.lab.open"]._kernel, "_lock"),
     "kept runs": lambda: (kept_runs(), "_lock"),
