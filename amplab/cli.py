@@ -69,7 +69,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command and return its exit status.
 
     0; 1 if its output cannot be written, since the reader has closed it, as `| head` does, or the disk is full; 2 for
-    bad input (one sentence on stderr); 130 if interrupted.
+    bad input (one sentence on stderr); 130 if interrupted. A script of `run` ends as with ``python``.
 
     Args:
         arguments: the words after ``amplab``; None takes those of the process.
