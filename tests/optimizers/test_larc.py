@@ -70,6 +70,28 @@ def test_groups_state_and_schedulers_are_the_inner_optimizers():
         optimizer.step(lambda: None)
 
 
+class Counting(torch.optim.SGD):
+    """Counts its steps in a group, as timm's Lamb does for its bias correction."""
+
+    def step(self, closure=None):
+        self.param_groups[0]["step"] = self.param_groups[0].get("step", 0) + 1
+        return super().step(closure)
+
+
+@pytest.mark.parametrize("level", ["O0", "O1", "O2"])
+def test_a_skipped_step_is_none_of_the_inner_optimizer(level):
+    model = nn.Linear(4, 2)
+    optimizer = LARC(Counting(model.parameters(), lr=0.1, weight_decay=0.1))
+    model, optimizer = amp.initialize(model, optimizer, opt_level=level, loss_scale="dynamic", verbosity=0)
+    for factor in (float("inf"), 0.1, float("inf"), 0.1):
+        optimizer.zero_grad()
+        with amp.scale_loss(model(torch.ones(1, 4)).float().sum() * factor, optimizer) as scaled_loss:
+            scaled_loss.backward()
+        optimizer.step()
+    assert optimizer.param_groups[0]["step"] == 2
+    assert optimizer.param_groups[0]["weight_decay"] == 0.1
+
+
 @pytest.mark.parametrize("level", ["O0", "O1", "O2"])
 def test_it_trains_under_amp_and_skips_an_overflow(level):
     torch.manual_seed(0)

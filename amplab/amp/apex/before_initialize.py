@@ -5,7 +5,7 @@ have registered a hook whose handle nobody has. Therefore all that `initialize` 
 """
 
 import copy
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -15,13 +15,14 @@ from torch.utils.hooks import RemovableHandle
 
 from amplab.amp.apex.model_weights import Uncast
 from amplab.amp.apex.optimizer_names import take_names_back
+from amplab.amp.backward.optimizer_attributes import containers_in, optimizers_in
 from amplab.amp.backward.optimizer_params import params_of
 
 __all__ = ["BeforeInitialize", "hooks_of"]
 
 
 class BeforeInitialize:
-    """What `initialize` may change: values, gradients, buffers, parameter groups, optimizer state and hooks.
+    """What `initialize` may change: values, gradients, buffers, what optimizers keep parameters in, state and hooks.
 
     Tensors are not copied, since `initialize` replaces them.
 
@@ -41,9 +42,10 @@ class BeforeInitialize:
         of_optimizers = [param for optimizer in optimizers for param in params_of(optimizer)]
         self.params = {param: Uncast(param.data, param.grad) for param in (*of_modules, *of_optimizers)}
         self._buffers = [(module, *named) for module in self._modules for named in module.named_buffers(recurse=False)]
-        groups = [group["params"] for optimizer in optimizers for group in optimizer.param_groups]
-        self._groups = [(params, tuple(params)) for params in groups]
-        self._states = [(optimizer.state, _copied(optimizer.state)) for optimizer in optimizers]
+        inside = [each for optimizer in optimizers for each in optimizers_in(optimizer)]
+        self._states = [(each.state, _copied(each.state)) for each in inside if hasattr(each, "state")]
+        kept = [container for optimizer in optimizers for container in containers_in(optimizer)]
+        self._containers = [(each, dict(each) if isinstance(each, dict) else list(each)) for each in kept]
 
     def changed(self) -> dict[Tensor, Uncast]:
         """Return those of `params` whose dtype is another one now."""
@@ -58,11 +60,9 @@ class BeforeInitialize:
         for optimizer in self.optimizers:
             take_names_back(optimizer)
         self._restore_weights()
-        for params, before in self._groups:
-            params[:] = before
+        for container, before in self._containers:
+            _restore(container, before)
         for state, entries in self._states:
-            for param in [param for param in state if param not in entries]:
-                del state[param]
             state.update(_copied(entries))
 
     def _restore_weights(self) -> None:
@@ -78,6 +78,18 @@ class BeforeInitialize:
         for module in self._modules:
             if isinstance(module, nn.RNNBase):
                 module.flatten_parameters()
+
+
+def _restore(container: Any, before: Any) -> None:
+    if isinstance(container, dict):
+        for param in [key for key in container if isinstance(key, Tensor) and key not in before]:
+            del container[param]
+        container.update(before)
+    elif isinstance(container, list):
+        container[:] = before
+    else:  # a set or a deque
+        container.clear()
+        container.extend(before) if isinstance(container, deque) else container.update(before)
 
 
 def _copied(state: dict[Any, Any]) -> dict[Any, Any]:

@@ -35,6 +35,7 @@ from amplab.amp.backward.gradients import (
     gradients_of,
     put_back,
 )
+from amplab.amp.backward.optimizer_attributes import optimizers_in
 from amplab.amp.backward.optimizer_params import cast_state, follow_model, replace_params
 from amplab.amp.backward.records import ScaleRecord, StepOutcome
 from amplab.amp.backward.without_parameters import without_parameters
@@ -112,7 +113,8 @@ class HookedOptimizer:
         reducer: CombinedReducer | None = None,
     ) -> None:
         self._optimizer = weakref.ref(optimizer)
-        give_hooks(optimizer)
+        for each in optimizers_in(optimizer):
+            give_hooks(each)
         self.masters = MasterWeights()
         self.outcome = _NO_STEP_YET
         self._master_weights, self._casts_in_step, self._announce = master_weights, casts_in_step, announce
@@ -132,7 +134,7 @@ class HookedOptimizer:
         keep_of(self.masters, "_watched", user=self, _are_ahead=False, _step=None)
         self._take_over(optimizer, uncast)
         if reducer is not None:
-            reducer.prepare(self._own, self._halves())
+            reducer.prepare(self._own, self.halves)
         lend_names(optimizer, AmpStash(self.masters, self._model_groups, self._flags), self.masters.copy_to_model)
         self._handles = [
             optimizer.register_step_pre_hook(self._before_step),
@@ -214,7 +216,9 @@ class HookedOptimizer:
         """Return the masters; see `keep_of`."""
         return self._masters()
 
-    def _halves(self) -> list[Tensor]:
+    @property
+    def halves(self) -> list[Tensor]:
+        """The model's parameters that have a master."""
         return [pair.model for pair in self.masters.pairs]
 
     def _current_params(self) -> list[Tensor]:
@@ -266,7 +270,7 @@ class HookedOptimizer:
         self._in_backward = True
         self._refresh()
         self._follow_edits()
-        halves = self._halves()
+        halves = self.halves
         if self._scaled_by is None:
             for param in halves:  # gradients from a backward that belonged to other optimizers
                 param.grad = None

@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 from amplab.amp.apex.before_initialize import BeforeInitialize
 from amplab.amp.apex.forward_hooks import ForwardHooks
 from amplab.amp.apex.hooked_optimizer import HookedOptimizer
-from amplab.amp.apex.initialize_arguments import warn_of_vanishing_eps
+from amplab.amp.apex.initialize_arguments import warn_of_kept_halves, warn_of_vanishing_eps
 from amplab.amp.apex.level_policy import ruled_dtypes
 from amplab.amp.apex.master_hooks import MasterHooks
 from amplab.amp.apex.model_weights import cast_model, set_values
@@ -83,6 +83,7 @@ class Hooks:
                     reducer=None if ddp is None else ddp.reducer(),
                 )
                 warn_of_vanishing_eps(optimizer)
+                warn_of_kept_halves(optimizer, self._optimizers[optimizer].halves)
             for index, (model, policy) in enumerate(zip(models, policies, strict=True)):
                 self._models[model] = HookedModel(
                     model,

@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 
 from amplab.amp.apex.opt_levels import OptProperties
 from amplab.amp.arguments import checked_flag
+from amplab.amp.backward.optimizer_attributes import objects_with
 from amplab.formats import LOW_PRECISION_DTYPES
 from amplab.optimizers import FusedOptimizer
 from amplab.parallel.shards import is_fully_sharded
@@ -31,6 +32,7 @@ __all__ = [
     "refuse_scripted",
     "refuse_sharded",
     "settings_in_common",
+    "warn_of_kept_halves",
     "warn_of_unused",
     "warn_of_vanishing_eps",
 ]
@@ -340,6 +342,18 @@ def warn_of_vanishing_eps(optimizer: Optimizer) -> None:
                     "makes parameters inf or NaN within a few steps. Use eps=1e-4, or master_weights=True (O2).",
                     stacklevel=4,
                 )
+
+
+def warn_of_kept_halves(optimizer: Optimizer, halves: Sequence[Tensor]) -> None:
+    """Warn of objects of an optimizer that keep half parameters, whose masters it steps."""
+    for name, value in objects_with(optimizer, halves):
+        warnings.warn(
+            f"{name}, an object of type {type(value).__name__}, keeps half parameters of the model. amp.initialize has "
+            f"replaced them by float32 masters in the groups of {type(optimizer).__name__} and in its lists, tuples, "
+            "dicts and sets, but not in objects of other classes: a step that reads parameters there trains nothing. "
+            "Read them from optimizer.param_groups, or use opt_level='O1'.",
+            stacklevel=4,
+        )
 
 
 def _each_once(value: Any) -> list[Any]:

@@ -2,6 +2,7 @@
 
     optimizer.param_groups   old -> new, in place in each group's list
     optimizer.state          the key old -> new; floating-point entries are cast to the new parameter's dtype
+    other attributes         old -> new in lists, tuples, dicts and sets, also of an optimizer that it is around
 
 Step counts and other zero-dimensional tensors keep their dtype, as in ``Optimizer.load_state_dict``.
 """
@@ -12,6 +13,7 @@ from typing import Any
 from torch import Tensor
 from torch.optim import Optimizer
 
+from amplab.amp.backward.optimizer_attributes import containers_in, optimizers_in, replace_in
 from amplab.optimizers import FusedOptimizer
 from amplab.policies import cast_tree
 
@@ -43,20 +45,26 @@ def master_params(optimizer: Any) -> Iterator[Tensor]:
 
 
 def replace_params(optimizer: Optimizer, replacement: Callable[[Tensor], Tensor]) -> None:
-    """Replace each parameter of ``optimizer`` by ``replacement(param)``.
+    """Replace each parameter of ``optimizer`` by ``replacement(param)``, wherever `containers_in` finds it.
 
-    The groups' lists are edited in place, since some optimizers (LBFGS) keep a reference to them.
+    Lists are edited in place, since some optimizers (LBFGS) keep a reference to those of their groups.
     A second call finishes what an interrupt has left.
     """
-    for group in optimizer.param_groups:
-        for index, old in enumerate(group["params"]):
-            new = replacement(old)
-            if new is not old:
-                if old in optimizer.state:
-                    optimizer.state[new] = optimizer.state[old]
-                    cast_state(optimizer, new)
-                    del optimizer.state[old]
-                group["params"][index] = new  # last: the state of a parameter that no group has is not looked for
+    pairs = [(old, replacement(old)) for old in params_of(optimizer)]
+    by_id = {id(old): new for old, new in pairs if new is not old}
+    if not by_id:
+        return
+    optimizers = optimizers_in(optimizer)
+    lists = [group["params"] for each in reversed(optimizers) for group in getattr(each, "param_groups", ())]
+    of_groups = {id(params) for params in lists}
+    for container in containers_in(optimizer):
+        if id(container) not in of_groups:
+            replace_in(container, by_id)
+    for each in optimizers:
+        for new in by_id.values():
+            cast_state(each, new)
+    for params in lists:  # last: a parameter that no group of `optimizer` has is not looked for
+        replace_in(params, by_id)
 
 
 def cast_state(optimizer: Optimizer, param: Tensor) -> None:

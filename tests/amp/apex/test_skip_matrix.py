@@ -7,12 +7,15 @@ are bit for bit.
 
 import dataclasses
 import itertools
+from collections import defaultdict, deque
+from types import SimpleNamespace
 
 import pytest
 import torch
 from torch import nn
 
 from amplab import amp
+from amplab.amp.backward.without_parameters import without_parameters
 
 STEPS, OVERFLOW_AT = 4, 1
 CASES = [
@@ -191,6 +194,170 @@ def test_a_skipped_step_changes_nothing_of_an_optimizer_of_ones_own(session, lev
 
 def amp_params(optimizer):
     return [param for group in optimizer.param_groups for param in group["params"]]
+
+
+class Counting(torch.optim.SGD):
+    """Counts in attributes that are changed in place, and keeps momenta in a list of its own."""
+
+    def __init__(self, params, lr=0.1):
+        super().__init__(params, lr=lr)
+        self.count, self.losses, self.latest, self.by_kind = torch.zeros(()), [], deque(maxlen=3), {"all": {"steps": 0}}
+        self.meter, self.options = Meter(), SimpleNamespace(steps=0)
+        self.params = [param for group in self.param_groups for param in group["params"]]
+        self.momenta = [torch.zeros_like(param) for param in self.params]
+        self.rule = self.updated
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        self.count += 1
+        self.losses.append(1.0)
+        self.latest.append(1.0)
+        self.by_kind["all"]["steps"] += 1
+        self.meter.update()
+        self.options.steps += 1
+        for param, momentum in zip(self.params, self.momenta, strict=True):
+            self.rule(param, momentum)
+
+    def updated(self, param, momentum):
+        self.count += 0
+        param.mul_(0.9)
+        momentum.mul_(0.9).add_(param.grad)
+        param.sub_(momentum, alpha=self.param_groups[0]["lr"])
+
+    def counts(self):
+        lengths = [len(self.losses), len(self.latest)]
+        return [int(self.count), *lengths, self.by_kind["all"]["steps"], self.meter.count, self.options.steps]
+
+
+class Meter:
+    def __init__(self):
+        self.count, self.seen = 0, []
+
+    def update(self):
+        self.count += 1
+        self.seen.append(self.count)
+
+
+class Around(torch.optim.Optimizer):
+    """As timm's Lookahead: the inner optimizer has the groups, and this one has no ``super().__init__()``."""
+
+    def __init__(self, base):
+        self.bases, self.param_groups, self.defaults = [base], base.param_groups, base.defaults
+        self.state, self.key = defaultdict(dict), f"steps around {type(base).__name__}"
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for base in self.bases:
+            base.step(closure)
+        for group in self.param_groups:
+            group[self.key] = group.get(self.key, 0) + 1
+
+    def counts(self):
+        return [*self.bases[0].counts(), self.param_groups[0][self.key]]
+
+
+class Slotted(OfOnesOwn):
+    __slots__ = ("taken",)
+
+    def __init__(self, params):
+        super().__init__(params)
+        self.taken = 0
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        super().step(closure)
+        self.taken += 1
+
+    def counts(self):
+        return [*super().counts(), self.taken]
+
+
+def scheduled(optimizer):
+    torch.optim.lr_scheduler.StepLR(optimizer, 100)  # sets an attribute `step` that is bound to this optimizer
+    return optimizer
+
+
+KEPT = {
+    "attributes": Counting,
+    "a wrapper": lambda params: Around(Counting(params)),
+    "a wrapper of groups": lambda params: Around(OfOnesOwn(params)),
+    "a wrapper of a scheduled one": lambda params: Around(scheduled(Counting(params))),
+    "a wrapper of a wrapper": lambda params: Around(Around(Counting(params))),
+    "slots": Slotted,
+}
+
+
+@pytest.mark.parametrize("level", ["O0", "O1", "O2", "O3"])
+@pytest.mark.parametrize("kind", KEPT)
+def test_a_skipped_step_changes_nothing_in_attributes_nor_of_an_inner_optimizer(session, level, kind):
+    model = torch.nn.Linear(2, 1)
+    optimizer = KEPT[kind](model.parameters())
+    model, optimizer = session.initialize(model, optimizer, opt_level=level, loss_scale="dynamic", verbosity=0)
+    counts, weights = [], []
+    for factor in (0.1, float("inf"), 0.1):
+        optimizer.param_groups[0]["params"][0].grad = optimizer.param_groups[0]["params"][1].grad = None
+        with session.casting(), session.scale_loss(model(torch.ones(1, 2)).sum() * factor, optimizer) as scaled_loss:
+            scaled_loss.backward()
+        optimizer.step()
+        counts.append(set(optimizer.counts()))
+        weights.append([param.detach().clone() for param in amp_params(optimizer)])
+    assert counts == [{1}, {1}, {2}]
+    assert all(map(torch.equal, weights[0], weights[1]))
+    assert not any(map(torch.equal, weights[1], weights[2]))
+
+
+def test_hooks_of_an_inner_optimizer_do_not_run_in_a_skipped_step(session):
+    """They belong to a step that is not taken, as under torch's GradScaler."""
+    model, ran = torch.nn.Linear(2, 1), []
+    optimizer = Around(Counting(model.parameters()))
+    optimizer.bases[0].register_step_pre_hook(lambda *_: ran.append("before"))
+    optimizer.bases[0].register_step_post_hook(lambda *_: ran.append("after"))
+    session.initialize(model, optimizer, opt_level="O1", verbosity=0)
+    for factor in (float("inf"), 0.1):
+        with session.casting(), session.scale_loss(model(torch.ones(1, 2)).sum() * factor, optimizer) as scaled_loss:
+            scaled_loss.backward()
+        optimizer.step()
+        model.zero_grad()
+    assert ran == ["before", "after"]
+
+
+def test_a_skipped_step_copies_no_large_tensor_of_an_optimizer():
+    model = torch.nn.Linear(1024, 1024)
+    optimizer = Counting(model.parameters())
+    optimizer.average = torch.zeros(1024, 1024)
+    without = without_parameters(optimizer)
+    assert without.average is optimizer.average
+    assert (list(without.params), list(without.momenta)) == ([], [])
+    assert without.params[0] is model.weight
+    assert without.count is not optimizer.count
+    assert without.param_groups[0]["params"] == []
+
+
+def test_what_belongs_to_a_parameter_is_found_in_a_skipped_step(session):
+    class CountsInTheFirst(torch.optim.SGD):
+        def step(self, closure=None):
+            state = self.state[self.param_groups[0]["params"][0]]
+            state["steps"] = state.get("steps", 0) + 1
+            return super().step(closure)
+
+    model = torch.nn.Linear(2, 1)
+    optimizer = CountsInTheFirst(model.parameters(), lr=0.1)
+    session.initialize(model, optimizer, opt_level="O1", verbosity=0)
+    for factor in (0.1, float("inf"), 0.1):
+        with session.scale_loss(model(torch.ones(1, 2)).float().sum() * factor, optimizer) as scaled_loss:
+            scaled_loss.backward()
+        optimizer.step()
+        model.zero_grad()
+    assert optimizer.state[model.weight]["steps"] == 2
+
+
+def test_what_an_optimizer_shares_stays_shared_in_a_skipped_step():
+    optimizer = Around(Counting(torch.nn.Linear(2, 1).parameters()))
+    without = without_parameters(optimizer)
+    assert without.bases[0] is not optimizer.bases[0]
+    assert without.param_groups is without.bases[0].param_groups
+    assert without.param_groups is not optimizer.param_groups
+    assert without.bases[0].rule.__self__ is without.bases[0]
 
 
 @pytest.mark.parametrize("level", ["O1", "O2"])
