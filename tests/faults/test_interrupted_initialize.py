@@ -255,3 +255,43 @@ def test_reset_undoes_an_initialize_that_is_interrupted_at_any_point(options, ma
 @every_kind
 def test_an_interrupt_at_any_point_waits_for_the_end_of_reset(options, make, folders):
     assert check_reset(options, make, every=1, folders=folders) > 50
+
+
+class Keeping(torch.optim.SGD):
+    """Has its parameters in containers of its own, too."""
+
+    def __init__(self, params):
+        super().__init__(params, lr=0.1, momentum=0.9)
+        own = [param for group in self.param_groups for param in group["params"]]
+        self.kept = {"list": own, "tuple": tuple(own), "names": dict.fromkeys(own, "name"), "set": set(own)}
+
+    def stepped(self):
+        return [each for container in (self.param_groups[0]["params"], *self.kept.values()) for each in container]
+
+
+def counted(optimizer, params):
+    """How often the optimizer has each of ``params``, in its groups and its containers, and in its state."""
+    stepped = [id(each) for each in optimizer.stepped()]
+    return [(stepped.count(id(param)), param in optimizer.state) for param in params], len(stepped)
+
+
+@pytest.mark.parametrize("undoes", [False, True])
+def test_an_interrupt_while_parameters_are_replaced_leaves_all_of_them_or_none(undoes):
+    functions = ("replace_params", "replace_in", "_replaced")
+    for at in range(1, 20_000, 7):
+        training = Training(Keeping)
+        params = list(training.model.parameters())
+        everywhere = [(5, True)] * 6, 5 * 6
+        call = functools.partial(training.initialize, LEVELS["O2"])
+        if undoes:
+            call()
+            assert counted(training.optimizer, params)[0][0] == (0, False)
+            call = amp.reset
+        interrupt = interrupted(call, at, folders=AMPLABS, functions=functions)
+        if interrupt is not None or undoes:
+            assert counted(training.optimizer, params) == everywhere, interrupt
+        if interrupt is None:
+            assert at > 20
+            return
+        amp.reset()
+        assert counted(training.optimizer, params) == everywhere, interrupt
