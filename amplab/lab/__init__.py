@@ -11,7 +11,8 @@ The files, by part::
                             process), kept_attributes (during a look), kept_weights, model_buffers,
                             schedule_states, code_digests
     training                experiment (one step), trainer, present_run (what changes and replaces its run), controls
-                            (what its thread is to do), worker (the thread), events
+                            (what its thread is to do), worker (the thread), drawing_turns (which of them draws random
+                            numbers), events
     one step in stages      step_stages
     the run                 history (in memory), changes (made by a person), run_log (on disk), run_store (both),
                             checkpoints, skip_explanation, past_skips, step_explainer, run_status, findings,
