@@ -73,7 +73,7 @@ from amplab.policies.signals import DeferredSignals, is_interrupt
 from amplab.scalers.unscaler import local_shard
 from amplab.trace import Trace
 from amplab.trace.argument_checks import check_values
-from amplab.trace.as_found import end_blocks_of, remove_hook
+from amplab.trace.as_found import Undo, end_blocks_of, remove_hook
 from amplab.trace.handed_step import (
     Loss,
     Scaler,
@@ -653,14 +653,16 @@ class Watch:
         """Run a block, after which code that runs in a step keeps what it kept before, such as a count of calls."""
         functions = [inspect.unwrap(each) for each in self._code if each is not None]
         kept = KeptAttributes({"model": self._model}, self._weights, followed=named_by(functions))
-        try:
+        with Undo() as undo:
+            undo.add(partial(self._restore, kept))
             yield
-        finally:
-            if not kept.restore():
-                self._fail_once(
-                    "a step ran again for its reason, and its code keeps more than is restored after that (tensors of "
-                    "64 MiB, a million elements), which may have changed. Leave out step= and loss= to run none again."
-                )
+
+    def _restore(self, kept: KeptAttributes) -> None:
+        if not kept.restore():
+            self._fail_once(
+                "a step ran again for its reason, and its code keeps more than is restored after that (tensors of "
+                "64 MiB, a million elements), which may have changed. Leave out step= and loss= to run none again."
+            )
 
     def _weights(self) -> list[Tensor]:
         """The tensors that a tool restores itself."""

@@ -178,7 +178,7 @@ TOOLS = {
     "xray_with_statistics": 97,
     "xray_in_a_region": 97,
     "gradient_range": 13,
-    "first_nonfinite": 197,
+    "first_nonfinite": 397,
     "headroom": 13,
     "doctor": 397,
     "doctor_of_a_loop": 397,

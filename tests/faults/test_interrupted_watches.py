@@ -146,7 +146,7 @@ def test_a_step_that_runs_again_and_is_interrupted_leaves_the_model_and_the_rand
     buffers = [each.clone() for each in model.buffers()]
     random = torch.get_rng_state()
     files = [f"{PACKAGE}/lab/step_rerun.py", f"{PACKAGE}/trace/as_found.py"]
-    for interrupt in interrupted_everywhere(lambda: again.first_nonfinite(1.0), every=7, folders=files):
+    for interrupt in interrupted_everywhere(lambda: again.first_nonfinite(1.0), every=23, folders=files):
         assert not again.at_work, interrupt
         assert not model._forward_pre_hooks, interrupt
         assert all(map(torch.equal, model.buffers(), buffers)), interrupt

@@ -120,7 +120,7 @@ def test_a_block_that_an_exception_or_an_interrupt_has_ended_does_not_count(face
                     raise error
 
     step()
-    for interrupt in interrupted_everywhere(step, first=3, every=29):
+    for interrupt in interrupted_everywhere(step, first=3, every=101):
         pair.zero_grad()
         with pair.block() as loss:
             loss.backward()
