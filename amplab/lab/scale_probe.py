@@ -4,9 +4,10 @@
 scaler           a step is over when                          it was skipped when
 ===============  ===========================================  ==============================================
 apex session     the optimizer's ``step`` has returned        the session reports it
-amplab's         ``update`` has updated the scale             the scaler reports it
-torch's          the next forward starts, or the watch ends   the scaler did not call the optimizer, or told it
-                 (in `Watch.batches`: the next batch)         that it found inf; of several steps of one batch, one
+amplab's         ``update`` has updated the scale             the scaler's row of this optimizer says so
+torch's          after ``update`` the model is called, or     the scaler did not call the optimizer, or told it
+                 `Watch.loss`, or the watch ends (in          that it found inf; of several steps of one batch, one
+                 `Watch.batches`: the next batch begins)
 none             the optimizer's ``step`` has returned        never
 ===============  ===========================================  ==============================================
 

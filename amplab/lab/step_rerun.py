@@ -6,6 +6,7 @@ the first one.
 
 from __future__ import annotations
 
+import inspect
 from collections import deque
 from dataclasses import dataclass
 from functools import partial
@@ -90,6 +91,11 @@ class StepRerun:
         self._sees_loop = self._runs_again and (not casts_itself or this_rank() is not None)
         self.wrappers: list[DistributedDataParallel] = []  # around the model that the watch got
         self._hook = UncopiedHook(unless_undone(self._see_loop))
+
+    @property
+    def code(self) -> list[Loss]:
+        """The functions of the user that run in a step, without what wraps them."""
+        return [inspect.unwrap(each) for each in (self._loss, self._step) if each is not None]
 
     def begin(self) -> None:
         """The loop begins: look at its first forward."""

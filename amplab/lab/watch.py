@@ -15,7 +15,6 @@ learns the outcome of a step, `gradient_measure` measures gradients, `idle_optim
 
 from __future__ import annotations
 
-import inspect
 import math
 import sys
 import time
@@ -146,7 +145,6 @@ class Watch:
         self._every = every
         self._measure = GradientMeasure(optimizers, self._names_of_stepped)
         self._rerun = StepRerun(model, loss, step, self._probe.amp)
-        self._code = loss, step
         self._scalars = scalars
         self._rates: deque[tuple[int, float]] = deque(maxlen=LOOK_BACK)
         self._norms: dict[int, float] = {}
@@ -651,8 +649,7 @@ class Watch:
     @contextmanager
     def _taken_back(self) -> Iterator[None]:
         """Run a block, after which code that runs in a step keeps what it kept before, such as a count of calls."""
-        functions = [inspect.unwrap(each) for each in self._code if each is not None]
-        kept = KeptAttributes({"model": self._model}, self._weights, followed=named_by(functions))
+        kept = KeptAttributes({"model": self._model}, self._weights, followed=named_by(self._rerun.code))
         with Undo() as undo:
             undo.add(partial(self._restore, kept))
             yield
