@@ -1,4 +1,4 @@
-"""What an optimizer refers to in its attributes: optimizers that it is around, and containers of parameters.
+"""What an optimizer refers to in its attributes: optimizers that it wraps, and containers of parameters.
 
 An optimizer may keep its parameters beside its groups, as in ``self.params = list(params)``: whoever replaces them in
 the groups replaces them there, too. Objects of other classes are left alone, since they may belong to somebody else, as

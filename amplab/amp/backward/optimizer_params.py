@@ -2,7 +2,7 @@
 
     optimizer.param_groups   old -> new, in place in each group's list
     optimizer.state          the key old -> new; floating-point entries are cast to the new parameter's dtype
-    other attributes         old -> new in lists, tuples, dicts and sets, also of an optimizer that it is around
+    other attributes         old -> new in lists, tuples, dicts and sets, also of an optimizer that it wraps
 
 Step counts and other zero-dimensional tensors keep their dtype, as in ``Optimizer.load_state_dict``.
 """

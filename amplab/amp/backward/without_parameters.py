@@ -25,7 +25,7 @@ def without_parameters(optimizer: Optimizer) -> Optimizer:
     torch runs ``step`` whatever a hook before it says, but with the ``self`` that the hook returns.
 
     What an optimizer may count in is copied: numbers, tensors of up to 2^16 elements, lists, dicts, sets and deques in
-    its attributes, groups and state, and objects that hold nothing else. So are the optimizers that it is around,
+    its attributes, groups and state, and objects that hold nothing else. So are the optimizers that it wraps,
     without their hooks. What is one object in several places is one in the copy.
 
     What belongs to parameters is left out: lists of them and of tensors with their shapes are empty, and dicts have no
