@@ -24,10 +24,10 @@ The files, by part::
                             rank_training (`amplab train`)
     several runs            kept_runs (beside the present one), comparison (all levels), undo
     your own loop           watch, watched_run, scale_probe, gradient_measure, idle_optimizers,
-                            step_look, step_check, step_rerun, watch_callback, tensorboard_scalars
+                            watched_skips, step_look, step_check, step_rerun, watch_callback, tensorboard_scalars
     how to start            open (JupyterLab), first_paint (until it is there), console (terminal)
 
-Four files of `watch` examine the steps of your own loop::
+Four files examine the steps of your own loop; watched_skips calls the last two::
 
     file           runs                                                          finds
     scale_probe    after every step                                              its loss scale; whether it was skipped

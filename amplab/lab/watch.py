@@ -10,7 +10,7 @@
 
 The loop does not change. The watch uses optimizer hooks, a forward hook and the scaler's callbacks. `scale_probe`
 learns the outcome of a step, `gradient_measure` measures gradients, `idle_optimizers` finds optimizers that never step,
-`step_rerun` explains a skipped step.
+`watched_skips` explains a skipped step.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import time
 import warnings
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from os import PathLike
@@ -38,41 +38,34 @@ from torch.utils.hooks import RemovableHandle
 
 from amplab.amp import ScaleRecord, Session, master_params
 from amplab.amp.run_state.paths import given_path
-from amplab.diagnose import Findings, Observation, finding_of, run_findings
-from amplab.diagnose.catalogue import finding
+from amplab.diagnose import Findings, Observation, run_findings
 from amplab.diagnose.remedies.api_styles import Api, ApiStyle
 from amplab.diagnose.rules.parameters import adam_on_half, nonfinite_buffers
 from amplab.display.html import page
-from amplab.display.numbers import count, short_text
+from amplab.display.numbers import count
 from amplab.formats import ExponentHistogram
-from amplab.formats.stored_values import stored_values
 from amplab.lab.events import GradientRecord, GradientSample, MixedScales, StepRecord, StepRow
 from amplab.lab.findings import LOOK_BACK, observed_run, with_explained
 from amplab.lab.gradient_measure import GradientMeasure
 from amplab.lab.history import History, recorded
 from amplab.lab.idle_optimizers import ENOUGH_STEPS, IdleOptimizers
-from amplab.lab.kept_attributes import KeptAttributes
-from amplab.lab.own_objects import named_by
 from amplab.lab.rank_watch import RankWatch
 from amplab.lab.run_log import check_writable
 from amplab.lab.run_store import RunStore
 from amplab.lab.scale_probe import ScaledStep, probe_of
-from amplab.lab.skip_explanation import SkipExplanation, explained
-from amplab.lab.step_check import StepCheck
 from amplab.lab.step_look import StepLook
-from amplab.lab.step_rerun import CannotRunAgain, StepRerun
+from amplab.lab.step_rerun import StepRerun
 from amplab.lab.tensorboard_scalars import TensorBoardScalars
 from amplab.lab.watched_batches import WatchedBatches
 from amplab.lab.watched_run import NO_LEVEL, WatchedRun
+from amplab.lab.watched_skips import WatchedSkips, names_of_nonfinite_gradients, value_of
 from amplab.optimizers.group_settings import learning_rate
-from amplab.parallel.ranks import NeedsOtherRanks
 from amplab.policies.casting.thread_scopes import THREAD
 from amplab.policies.nested_tensors import samples_in
 from amplab.policies.signals import DeferredSignals, is_interrupt
-from amplab.scalers.unscaler import local_shard
 from amplab.trace import Trace
 from amplab.trace.argument_checks import check_values
-from amplab.trace.as_found import Undo, end_blocks_of, remove_hook
+from amplab.trace.as_found import end_blocks_of, remove_hook
 from amplab.trace.handed_step import (
     Loss,
     Scaler,
@@ -88,8 +81,6 @@ __all__ = ["Watch", "check_options", "watch"]
 
 T = TypeVar("T")
 _LARGEST_EVERY = 16  # steps; near enough for a replay to know the steps between, and under 1 % of a small step
-_SETTLED = 5  # skips in a row: fewer may be a scale that settles, so the fifth is a kind of its own
-_SKIPS_BEFORE_CHECK = 5  # skips in a row after which `StepCheck` looks at the next step, if steps cannot run again
 
 
 class _Exit(partial[None]):
@@ -149,15 +140,14 @@ class Watch:
         self._rates: deque[tuple[int, float]] = deque(maxlen=LOOK_BACK)
         self._norms: dict[int, float] = {}
         self._idle = IdleOptimizers(optimizers)
-        self._check: StepCheck | None = None
         self._look = StepLook(model, optimizers, self._probe, self._store.find, self._fail)
+        self._skips = WatchedSkips(model, self._rerun, self._store, self._look.pause, self._fail)
         self._failures: list[str] = []
         api, around = Api(ApiStyle(self._probe.kind)), lambda: self._rerun.wrappers
         self._ranks = RankWatch(model, optimizers, self._store, api=api, wrappers=around, fail=self._fail)
         self._batch_size: int | None = None
         self._has_batches = False  # in the body of `batches`, which tells when a step begins
         self.thread = get_ident()  # of the loop
-        self._needs_other_ranks = False  # no step can run again on this rank alone
         self._subscribers: list[Callable[[StepRecord], object]] = []
         self._ends: list[Callable[[], None]] = []
         first, see_forward, see_output, see_gradients = (
@@ -177,7 +167,7 @@ class Watch:
         self._measured = -1  # the step that was measured last
         self._unrecorded: tuple[_Outcome, ...] = ()  # several only after interrupts
         self._taken: ScaledStep | ScaleRecord | None = None  # the last outcome that was added to them
-        self._skips_in_a_row = self._bad_in_a_row = 0
+        self._bad_in_a_row = 0
         self._began = 0  # ns
         self._is_open = self._has_ended = False
         self._handled: BaseException | None = None
@@ -262,8 +252,7 @@ class Watch:
             if self._losses > ENOUGH_STEPS and not has_steps and error is None:
                 self._fail(self._no_step())
             self._store.close(raised)
-            if self._check is not None:
-                self._check.end()
+            self._skips.end()
             if self._scalars is not None:
                 self._try_scalars(self._scalars.close)
             self._has_ended = True
@@ -469,7 +458,7 @@ class Watch:
         if self._checks_before_step and (self._measure.is_finite is False or not self._is_finite_so_far()):
             self._bad_in_a_row += 1
             if self._bad_in_a_row == 1:  # after this step the weights contain NaN
-                self._run_again(self._steps, self._probe.scale(), self._loss, 1)
+                self._skips.explain(self._steps, self._probe.scale(), self._loss, seconds=self._seconds())
         else:
             self._bad_in_a_row = 0
 
@@ -489,14 +478,18 @@ class Watch:
     def _steps(self) -> int:
         return self._store.step_count
 
+    def _seconds(self) -> float:
+        """Since the loop began, in whole microseconds."""
+        return (time.perf_counter_ns() - self._began) // 1000 / 1e6
+
     @property
     def _checks_before_step(self) -> bool:
         """Whether a bad step runs again before the optimizer steps: if nothing skips it, its weights are lost."""
         return self._rerun.is_possible and not self._probe.dynamic
 
     def _is_finite_so_far(self) -> bool:
-        """Whether the loss of this step is finite, and the gradients as far as the scaler knows. Sync: as `_value`."""
-        self._loss = _value(self._probe.loss() if self._loss is None else self._loss)
+        """Whether the loss of this step is finite, and the gradients as far as the scaler knows. Sync: one."""
+        self._loss = value_of(self._probe.loss() if self._loss is None else self._loss)
         return (self._loss is None or math.isfinite(self._loss)) and not self._probe.found_inf()
 
     def _take(self, outcome: ScaledStep | ScaleRecord) -> None:
@@ -518,8 +511,8 @@ class Watch:
         has_loss, self._loss = self._loss is not None or outcome.loss is not None, None
         self._choose_hooks(has_loss)
         self._look.step_ends(step, skipped=outcome.skipped)
-        if outcome.skipped or self._skips_in_a_row or self._check is not None:
-            self._explain_skip(recorded(row))
+        if outcome.skipped or self._skips.awaits_next:
+            self._skips.after(recorded(row), self._seconds())
         self._rerun.forget()
         level = self.config.opt_level
         self._ranks.after_step(row[0], batch_size=self._batch_size, level=None if level == NO_LEVEL else level)
@@ -551,14 +544,14 @@ class Watch:
         loss = outcome.loss if loss is None else loss
         return (
             step,
-            _value(loss),
+            value_of(loss),
             outcome.loss_scale,
             outcome.next_loss_scale,
             outcome.skipped,
             self._name(outcome.first_nonfinite),
             self.config.opt_level,
             None,  # no score
-            (time.perf_counter_ns() - self._began) // 1000 / 1e6,
+            self._seconds(),
             None,  # nothing injected
             math.inf if outcome.skipped else self._measure.largest_exponent,
         )
@@ -596,83 +589,6 @@ class Watch:
                     "loop and its history go on without scalars."
                 )
 
-    def _explain_skip(self, record: StepRecord) -> None:
-        """Explain a skipped step by running it again, or check the next one."""
-        if self._check is not None:
-            for found in self._check.findings(record, _SKIPS_BEFORE_CHECK):
-                self._store.find(record.step, found)
-            self._check = None
-        self._skips_in_a_row = self._skips_in_a_row + 1 if record.skipped else 0
-        if record.skipped:
-            self._run_again(record.step, record.loss_scale, record.loss, self._skips_in_a_row)
-        cannot = not self._rerun.is_possible or self._needs_other_ranks
-        if self._skips_in_a_row == _SKIPS_BEFORE_CHECK and cannot:
-            with DeferredSignals():  # so that the end of the watch knows its hooks
-                self._check = StepCheck(self._model, self._fail)
-
-    def _run_again(self, step: int, loss_scale: float, loss: float | Tensor | None, in_a_row: int) -> None:
-        """Explain a bad step by running it again, if that is possible and the budget allows it."""
-        value = _value(loss)
-        kind = value is None or math.isfinite(value), in_a_row >= _SETTLED
-        began = time.perf_counter()
-        if not self._rerun.is_possible or not self._store.budget.allows(kind, began - self._began / 1e9):
-            return
-        self._look.pause()
-        try:
-            with self._taken_back():
-                found = self._rerun.first_nonfinite(loss_scale)
-        except Exception as error:  # a failed explanation must not end the loop
-            if is_interrupt(error):
-                raise
-            is_refused = isinstance(error, CannotRunAgain | NeedsOtherRanks)
-            failure = str(error) if is_refused else f"{type(error).__name__}: {error}"
-            case = "ranks" if isinstance(error, NeedsOtherRanks) else ""
-            evidence, rank = {"step": step}, self._store.rank
-            if case and value is not None and rank is not None:
-                is_finite = math.isfinite(value)
-                failure += f" The loss of rank {rank} was {'finite' if is_finite else short_text(value)}."
-                evidence |= {} if is_finite else {"rank": rank}
-                failure += self._where_gradients_overflow() if is_finite else ""
-            self._store.find(step, finding("step-not-explained", case, evidence=evidence, failure=failure))
-            why = f"could not run again: {failure}"
-            self._store.explain(SkipExplanation(step, "once", why, rank=rank))
-            self._needs_other_ranks = bool(case)
-            if not any(each.endswith(failure) for each in self._failures):
-                self._fail(f"step {step} could not run again: {failure}")
-        else:
-            first = self.history.record(0).loss if len(self.history) else None
-            self._store.explain(explained(found, step=step, loss=value, first_loss=first, rank=self._store.rank))
-            if found is not None:
-                self._store.find(step, finding_of(found))
-        self._store.budget.took(time.perf_counter() - began, kind)
-
-    @contextmanager
-    def _taken_back(self) -> Iterator[None]:
-        """Run a block, after which code that runs in a step keeps what it kept before, such as a count of calls."""
-        kept = KeptAttributes({"model": self._model}, self._weights, followed=named_by(self._rerun.code))
-        with Undo() as undo:
-            undo.add(partial(self._restore, kept))
-            yield
-
-    def _restore(self, kept: KeptAttributes) -> None:
-        if not kept.restore():
-            self._fail_once(
-                "a step ran again for its reason, and its code keeps more than is restored after that (tensors of "
-                "64 MiB, a million elements), which may have changed. Leave out step= and loss= to run none again."
-            )
-
-    def _weights(self) -> list[Tensor]:
-        """The tensors that a tool restores itself."""
-        return [*self._model.parameters(), *self._model.buffers()]
-
-    def _where_gradients_overflow(self) -> str:
-        """Say which gradients of this rank are finite: a backward, which begins at the last one, overflowed there."""
-        given = [(name, each) for name, each in self._model.named_parameters() if each.grad is not None]
-        bad = [name for name, each in given if not _is_finite(each)]
-        if not bad or bad[-1] == given[-1][0]:
-            return ""
-        return f" The gradient of {bad[-1]} is not finite, and the gradients of the parameters after it are."
-
     def _names_of_stepped(self) -> dict[int, str]:
         """The names of the parameters that the optimizers step, by id; a master has the name of its parameter."""
         names = {id(each): name for name, each in self._model.named_parameters()}
@@ -690,7 +606,7 @@ class Watch:
         names = _names_by_place(self._model, self._optimizers)
         if len(self._optimizers) == 1 and first in names:
             return names[first]
-        bad = [name for name, each in self._model.named_parameters() if each.grad is not None and not _is_finite(each)]
+        bad = names_of_nonfinite_gradients(self._model)
         return bad[-1] if bad else None
 
     def _fail(self, text: str) -> None:
@@ -767,19 +683,6 @@ def _names_by_place(model: nn.Module, optimizers: Sequence[Optimizer]) -> dict[s
         for place, each in enumerate(group["params"])
         if id(each) in names
     }
-
-
-def _is_finite(parameter: Tensor) -> bool:
-    """Whether its gradient is finite. Sync: one."""
-    grad = parameter.grad
-    return grad is None or bool(torch.isfinite(stored_values(local_shard(grad))).all())
-
-
-def _value(loss: float | Tensor | None) -> float | None:
-    """Return a loss as a number; None for None and for several elements. Sync: one if it is on a device."""
-    if isinstance(loss, Tensor):
-        return loss.item() if loss.numel() == 1 else None
-    return loss
 
 
 @shows_calls("amplab.watch(model, optimizer, scaler=scaler, step=loss_of)")
