@@ -142,3 +142,18 @@ def test_a_watched_loop_can_be_taken_along(tmp_path):
         assert ("Not recorded" in files["run.html"]) == isinstance(run, Run)
         assert str(tmp_path) not in files["run.html"]
         view.close()
+
+
+@pytest.mark.parametrize("init_scale", [1e-45, 0.0])
+def test_a_run_whose_scale_has_fallen_to_0_is_shown(init_scale):
+    model = torch.nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    scaler = torch.amp.GradScaler("cpu", init_scale=init_scale)
+    with amplab.watch(model, optimizer, scaler=scaler) as watch:
+        for batch in watch.batches([torch.full((1, 2), float("nan"))] * 3):
+            scaler.scale(watch.loss(model(batch).sum())).backward()
+            scaler.step(optimizer)
+            scaler.update()
+    assert watch.history.last is not None
+    assert watch.history.last.next_loss_scale == 0
+    assert asked(RunView(watch), type="view", view="now")["growth"]["text"].startswith("The scale is 0, and stays 0")

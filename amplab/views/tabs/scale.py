@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import math
 import time
 from typing import Any
 
 from amplab.lab import ConfigChanged, Event, StateChanged
 from amplab.views.parts import Message
-from amplab.views.tabs.scale_payload import dynamics, own_rule, what_if_payload
+from amplab.views.tabs.scale_payload import dynamics, nearest_exponent, own_rule, what_if_payload
 from amplab.views.tabs.tab import Desk, Tab
 
 __all__ = ["ScaleTab"]
@@ -66,7 +65,7 @@ class ScaleTab(Tab):
 
     def _begin_with_config(self) -> None:
         config = self.trainer.config
-        init = round(math.log2(config.init_scale))
+        init = nearest_exponent(config.init_scale)
         self._asked: dict[str, Any] = {"init": init, "window": config.growth_interval or _WINDOW, "backoff": 0.5}
         self._rule = own_rule(config, **self._asked)
         self._refusal: str | None = None

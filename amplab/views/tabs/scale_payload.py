@@ -20,13 +20,23 @@ from amplab.lab import GradientSample, History
 from amplab.lab.thinning import extreme_rows
 from amplab.scalers import PUBLISHED_RULES, DynamicScale, ScalePath, ScaleState, steps_lost
 
-__all__ = ["OWN", "FollowedScale", "ScaleSetting", "clean_steps", "dynamics", "own_rule", "what_if_payload"]
+__all__ = [
+    "OWN",
+    "FollowedScale",
+    "ScaleSetting",
+    "clean_steps",
+    "dynamics",
+    "nearest_exponent",
+    "own_rule",
+    "what_if_payload",
+]
 
 OWN = "your rule"
 """The name of the rule that the controls describe."""
 
 NO_MEMORY = "The bytes of a run are counted for the lab's own experiments only."
 
+_LEAST, _LARGEST = -24, 40  # log2 of the first scale of a rule
 _CORNERS = 300  # of one line
 _SKIPS = 150  # marks on one line
 _SAMPLES = 40  # histograms from which the lost gradients are estimated
@@ -117,7 +127,9 @@ def _growth(history: History, config: ScaleSetting, scale: float) -> dict[str, A
         return {"counted": None, "interval": None, "text": text}
     counted = clean_steps(history) % interval  # at the ceiling the count starts again without a growth
     left = interval - counted
-    if config.max_loss_scale is not None and scale >= config.max_loss_scale:
+    if scale == 0:
+        text = "The scale is 0, and stays 0: it was halved until no number was left, and each loss is multiplied by 0."
+    elif config.max_loss_scale is not None and scale >= config.max_loss_scale:
         text = f"The scale is at its ceiling, {power(scale, raised=True)}; an overflow halves it."
     else:
         text = f"Grows to {power(2 * scale, raised=True)} after {count(left, 'more step')} without an overflow."
@@ -186,6 +198,15 @@ def _memory_words(history: History) -> str:
 # Other rules over the same run
 
 
+def nearest_exponent(scale: float) -> int:
+    """Return log2 of the first scale of a rule that begins as near as possible to a scale.
+
+    >>> nearest_exponent(2.0**16), nearest_exponent(0.0), nearest_exponent(math.inf)
+    (16, -24, 40)
+    """
+    return round(math.log2(min(max(scale, 2.0**_LEAST), 2.0**_LARGEST)))
+
+
 def own_rule(config: ScaleSetting, *, init: float, window: float, backoff: float) -> DynamicScale:
     """Return the rule of the controls.
 
@@ -198,8 +219,8 @@ def own_rule(config: ScaleSetting, *, init: float, window: float, backoff: float
     Raises:
         ValueError: A value that no rule has.
     """
-    if not -24 <= init <= 40:
-        raise ValueError(f"init 2^{init:g}: enter an exponent from -24 to 40.")
+    if not _LEAST <= init <= _LARGEST:
+        raise ValueError(f"init 2^{init:g}: enter an exponent from {_LEAST} to {_LARGEST}.")
     if not (float(window).is_integer() and window >= 1):
         raise ValueError(f"window {window:g}: enter a whole number of steps from 1 on.")
     if not 0.0 < backoff < 1.0:
