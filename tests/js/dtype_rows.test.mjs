@@ -16,13 +16,14 @@ const MODULES = [
   { path: "block.a", parent: "block", depth: 2, label: "a" }, { path: "block.b", parent: "block", depth: 2, label: "b" },
   { path: "head", parent: "Net", depth: 1, label: "head" }, { path: "", parent: "", depth: 0, label: "outside" }];
 const ALL = { dtype: ANY, list: ANY, module: ANY, which: ANY };
-const kept = (filters) => keptRows(ROWS, { ...ALL, ...filters }).map((each) => each.index);
+const kept = (filters) => keptRows(ROWS, { ...ALL, ...filters }, MODULES).map((each) => each.index);
 
 test("each filter keeps the rows that it names, and several keep what all of them keep", () => {
   assert.deepEqual(kept({}), ["1", "2", "3", "4", "5"]);
   assert.deepEqual(kept({ dtype: "float32" }), ["2", "3"]);
   assert.deepEqual(kept({ list: "fp32" }), ["2"]);
   assert.deepEqual(kept({ module: "block" }), ["1", "2", "4"]);
+  assert.deepEqual(kept({ module: "Net" }), ["1", "2", "3", "4"]); // not those outside of the model
   assert.deepEqual(kept({ which: "casts" }), ["2"]);
   assert.deepEqual(kept({ which: "changed" }), ["3"]);
   assert.deepEqual(kept({ module: "block", which: "backward" }), ["4"]);

@@ -15,16 +15,23 @@ const PHASES = {
   backward: (row) => row.phase === "backward",
 };
 
-/** Whether a module is another one or inside it. The model itself contains all named modules. */
-export const isInside = (path, outer) => path === outer || path.startsWith(`${outer}.`);
+/** A function that tells whether a path is that of a module, or of one inside it; ops outside of all have the path "". */
+function within(modules) {
+  const parents = new Map(modules.map((each) => [each.path, each.parent]));
+  return (path, outer) => {
+    for (let at = path; at; at = parents.get(at)) if (at === outer) return true;
+    return path === outer;
+  };
+}
 
 /** The rows that every filter keeps. */
-export function keptRows(rows, { dtype, list, module, which }) {
+export function keptRows(rows, { dtype, list, module, which }, modules) {
+  const isWithin = within(modules);
   const reads = (row) => [...row.inputs, ...row.outputs].some(([name]) => name === dtype);
   return rows.filter((row) =>
     (dtype === ANY || reads(row)) &&
     (list === ANY || row.list === list) &&
-    (module === ANY || isInside(row.module, module)) &&
+    (module === ANY || isWithin(row.module, module)) &&
     (which === ANY || PHASES[which](row)));
 }
 
@@ -35,13 +42,10 @@ export function strips(modules, rows, closed) {
     for (let at = parents.get(path); at; at = parents.get(at)) if (closed.has(at)) return true;
     return false;
   };
-  const within = (path, outer) => {
-    for (let at = path; at !== undefined && at !== ""; at = parents.get(at)) if (at === outer) return true;
-    return path === outer;
-  };
+  const isWithin = within(modules);
   return modules.filter((each) => !hidden(each.path)).map((each) => {
     const isClosed = closed.has(each.path);
-    const own = rows.filter((row) => (isClosed ? within(row.module, each.path) : row.module === each.path));
+    const own = rows.filter((row) => (isClosed ? isWithin(row.module, each.path) : row.module === each.path));
     return {
       ...each,
       isClosed,

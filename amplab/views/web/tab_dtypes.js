@@ -1,6 +1,6 @@
 // The tab of op dtypes: a picture of strips, one a module, or a table; beside it what is known of the chosen op.
 
-import { ANY, cellText, isInside, keptRows, occurring, sameOp, strips } from "./dtype_rows.js";
+import { ANY, cellText, keptRows, occurring, sameOp, strips } from "./dtype_rows.js";
 import { arrowTarget, choices, h, write } from "./elements.js";
 import { liveList } from "./lists.js";
 import { chip, emptyRow, table } from "./tables.js";
@@ -169,7 +169,7 @@ export function dtypesPanel({ send }) {
     filters.list.show(occurring(rows, "list").map((each) => [each, LISTS[each] ?? (each === "your rule" ? each : `${each} list`)]), kept.list);
     filters.module.show((payload.modules ?? []).filter((each) => each.path).map((each) => [each.path, each.path]), kept.module);
     filters.which.show([...WHICH.slice(1), ...(payload.compared ? [["differing", `other at ${payload.compared}`]] : [])], kept.which);
-    const shown = keptRows(rows, kept.module === payload.modules?.[0]?.path ? { ...kept, module: ANY } : kept);
+    const shown = keptRows(rows, kept, payload.modules ?? []);
     const empty = rows.length ? "No op passes these filters." : payload.empty ?? "Tracing one step …";
     drawn.box.hidden = view !== "picture";
     made.box.hidden = view !== "table";
@@ -203,5 +203,5 @@ export function dtypesPanel({ send }) {
 
 /** The modules that are closed at first in a large model: those that contain others, below the first level. */
 function repeated(modules) {
-  return modules.filter((each) => each.depth >= 2 && modules.some((other) => other.path !== each.path && isInside(other.path, each.path))).map((each) => each.path);
+  return modules.filter((each) => each.depth >= 2 && modules.some((other) => other.parent === each.path)).map((each) => each.path);
 }
