@@ -16,7 +16,7 @@ const PHASES = {
 };
 
 /** A function that tells whether a path is that of a module, or of one inside it; ops outside of all have the path "". */
-function within(modules) {
+function nesting(modules) {
   const parents = new Map(modules.map((each) => [each.path, each.parent]));
   return (path, outer) => {
     for (let at = path; at; at = parents.get(at)) if (at === outer) return true;
@@ -26,7 +26,7 @@ function within(modules) {
 
 /** The rows that every filter keeps. */
 export function keptRows(rows, { dtype, list, module, which }, modules) {
-  const isWithin = within(modules);
+  const isWithin = nesting(modules);
   const reads = (row) => [...row.inputs, ...row.outputs].some(([name]) => name === dtype);
   return rows.filter((row) =>
     (dtype === ANY || reads(row)) &&
@@ -42,7 +42,7 @@ export function strips(modules, rows, closed) {
     for (let at = parents.get(path); at; at = parents.get(at)) if (closed.has(at)) return true;
     return false;
   };
-  const isWithin = within(modules);
+  const isWithin = nesting(modules);
   return modules.filter((each) => !hidden(each.path)).map((each) => {
     const isClosed = closed.has(each.path);
     const own = rows.filter((row) => (isClosed ? isWithin(row.module, each.path) : row.module === each.path));
