@@ -1,7 +1,8 @@
 """What a model, losses and functions of one's own keep, as it was before a look at a step, or a step that has raised.
 
 A forward may count its calls, or append to a list. A look runs the forward that a later step runs again, and leaves no
-trace in them; nor does a step that is taken back.
+trace in them; nor does a step that is taken back. After a step that runs again in a watch, that holds for all to which
+the names in its code lead, such as a class of one's own; see `own_code`.
 """
 
 from __future__ import annotations
@@ -98,7 +99,10 @@ class KeptAttributes:
         kind = type(value)
         if id(value) in self._seen:
             return
-        if kind in (Tensor, nn.Parameter, np.ndarray):
+        if kind is np.ndarray and value.dtype == object:
+            self._seen.add(id(value))
+            self._keep_objects(value, depth)
+        elif kind in (Tensor, nn.Parameter, np.ndarray):
             self._seen.add(id(value))
             self._restorers.append(self._elements_of(value))
         elif (base := _base_of(kind)) is not None:
@@ -118,6 +122,17 @@ class KeptAttributes:
         if base is not tuple:
             self._restorers.append(partial(_restore_contents, base, value, before))
         for each in [each for _, each in before] if issubclass(base, dict) else before:
+            if type(each) not in _PLAIN:
+                self._keep_contents(each, depth + 1)
+
+    def _keep_objects(self, value: Any, depth: int) -> None:
+        if value.size > self._elements_left or depth == _DEPTH:
+            self._is_complete = False
+            return
+        self._elements_left -= value.size
+        before = value.copy()
+        self._restorers.append(partial(_restore_objects, value, before))
+        for each in before.flat:
             if type(each) not in _PLAIN:
                 self._keep_contents(each, depth + 1)
 
@@ -194,4 +209,9 @@ def _restore_tensor(value: Tensor, before: Tensor, version: int | None) -> None:
 
 def _restore_array(value: Any, before: Any) -> None:
     if value.shape == before.shape and value.tobytes() != before.tobytes():
+        value[...] = before
+
+
+def _restore_objects(value: Any, before: Any) -> None:
+    if value.shape == before.shape and any(one is not each for one, each in zip(value.flat, before.flat, strict=True)):
         value[...] = before

@@ -12,12 +12,12 @@ import functools
 import sys
 import sysconfig
 from collections import OrderedDict, defaultdict, deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from enum import Enum
 from functools import partial
 from pathlib import Path
 from threading import Thread
-from types import CodeType, FunctionType, MethodType, SimpleNamespace
+from types import FunctionType, MethodType, ModuleType, SimpleNamespace
 from typing import Any
 
 import torch
@@ -32,11 +32,19 @@ from amplab.amp.apex.optimizer_names import LENT_NAMES
 from amplab.lab.own_values import READERS, SCALARS
 from amplab.trace.as_found import rebind
 from amplab.trace.optimizer_hooks import is_amplabs
-from amplab.trace.reached_values import reached_from
 from amplab.trace.tensor_copies import write_value
 from amplab.trace.untouched import WRAPPERS
 
-__all__ = ["Names", "holders", "named_by"]
+__all__ = [
+    "Cells",
+    "Names",
+    "holders",
+    "is_followed",
+    "is_installed",
+    "is_own_file",
+    "names_of",
+    "own_hooks",
+]
 
 _MOST_PARTS = 1_000  # of the containers of one attribute that may hold objects
 _DEPTH = 4  # of such containers
@@ -159,7 +167,7 @@ class _Slots(Names):
         return restore
 
 
-class _Cells(Names):
+class Cells(Names):
     """The variables that a function shares with the function around it."""
 
     def __init__(self, function: FunctionType) -> None:
@@ -168,34 +176,21 @@ class _Cells(Names):
         super().__init__(function, {name: cell.cell_contents for name, cell in self._cells.items()})
 
     def set(self, name: str, value: Any) -> None:
+        """Let a variable stand for a value."""
         self._cells[name].cell_contents = value
 
     def takes(self, name: str, value: Any) -> bool:
+        """Whether a value of a file may stand here: the function has the variable, and it replaces no function."""
         return name in self._cells and _may_follow(self._names[name], value)
 
     def restorer(self) -> Callable[[], None]:
+        """Return a function that lets every variable stand for what it stands for now."""
+
         def restore() -> None:
             for name, value in self._names.items():
                 self.set(name, value)
 
         return restore
-
-
-class _Globals(Names):
-    """The global variables that the code of a function names."""
-
-    def __init__(self, function: FunctionType) -> None:
-        values = function.__globals__
-        super().__init__(function, {name: values[name] for name in _names_in(function.__code__) if name in values})
-
-    def restorer(self) -> Callable[[], None]:
-        return partial(self.owner.__globals__.update, self._names)
-
-
-def _names_in(code: CodeType) -> set[str]:
-    """Return the names in a function's code, and in that of the functions inside it."""
-    inner = [_names_in(each) for each in code.co_consts if isinstance(each, CodeType)]
-    return {*code.co_names}.union(*inner)
 
 
 def _has_value(cell: Any) -> bool:
@@ -217,23 +212,12 @@ def _may_follow(own: Any, value: Any) -> bool:
     return not callable(own) and not isinstance(own, (Optimizer, *READERS))
 
 
-def named_by(functions: Iterable[Callable[..., Any]]) -> dict[str, Any]:
-    """Return the objects that the code of functions names, and the variables of those of one's own, for `holders`."""
-    found: dict[str, Any] = {}
-    for each in [reached for function in functions for reached in reached_from(function)]:
-        if isinstance(each, FunctionType) and not _is_installed(each.__code__.co_filename):
-            found |= {f"{len(found)} globals": _Globals(each), f"{len(found)} variables": _Cells(each)}
-        elif _is_followed(each):
-            found[f"{len(found)}"] = each
-    return found
-
-
 def holders(roots: Mapping[str, Any], followed: Mapping[str, Any] | None = None) -> Iterator[tuple[str, Names]]:
     """Yield the path and the names of each object that keeps something, of each one once.
 
     Args:
         roots: objects and functions by name; those of a class of one's own are looked at, and not followed to others.
-        followed: objects, or `Names`, that are followed.
+        followed: objects, or `Names`, that are followed; `own_code.named_by` finds those of the code of a step.
     """
     seen, left = set[int](), _MOST_OBJECTS
     waiting = deque((*roots.items(), *(followed or {}).items()))
@@ -244,7 +228,7 @@ def holders(roots: Mapping[str, Any], followed: Mapping[str, Any] | None = None)
         seen.add(id(value))
         if isinstance(value, Names):
             yield path, value
-            waiting += _parts_in(path, value, _is_followed)
+            waiting += _parts_in(path, value, is_followed)
         elif isinstance(value, nn.Module):
             for place, module in value.named_modules():
                 seen.add(id(module))
@@ -254,39 +238,40 @@ def holders(roots: Mapping[str, Any], followed: Mapping[str, Any] | None = None)
                 else:
                     yield f"{path}/{place} buffers", _TensorsOutside(module, module._buffers)
                     yield f"{path}/{place} weights", _TensorsOutside(module, module._parameters)
-                waiting += _parts_in(f"{path}/{place}", names, _is_followed) + _hooks(f"{path}/{place}", module)
+                waiting += _parts_in(f"{path}/{place}", names, is_followed) + own_hooks(f"{path}/{place}", module)
         elif isinstance(value, Optimizer):
             if not type(value).__module__.startswith(("torch.", "amplab.")):  # whose state_dict has all
                 yield path, (names := Names(value, vars(value), _of_every_optimizer()))
-                waiting += _parts_in(path, names, _is_followed)
-            waiting += _hooks(path, value)
+                waiting += _parts_in(path, names, is_followed)
+            waiting += own_hooks(path, value)
         elif isinstance(value, FunctionType):
-            yield path, _Cells(value)
+            yield path, Cells(value)
         elif isinstance(value, MethodType | partial):
             waiting.append((path, value.__self__ if isinstance(value, MethodType) else value.func))
         elif not isinstance(value, type):
             # Data and losses share what they have with all runs, and with cells that may change it meanwhile.
             follows = left > 0 and path not in roots and _is_of_ones_own(value)
             left -= follows
-            for kept in _names_of(path, value):
+            for kept in names_of(path, value):
                 yield kept
                 waiting += [] if isinstance(value, DataLoader) else _parts_in(path, kept[1], _is_reader)
-                waiting += _parts_in(path, kept[1], _is_followed) if follows else []
+                waiting += _parts_in(path, kept[1], is_followed) if follows else []
             parts = _attributes(value) or {}
             waiting += [
                 (f"{path}.{name}", part) for name in _OF_LOADER if _attributes(part := parts.get(name)) is not None
             ]
 
 
-def _names_of(path: str, value: Any) -> Iterator[tuple[str, Names]]:
+def names_of(path: str, value: Any) -> Iterator[tuple[str, Names]]:
+    """Yield the attributes of an object with their path: those in its `__dict__`, those in slots. Sync: none."""
     if (kept := _attributes(value)) is not None:
         yield path, Names(value, kept, _OF_EVERY_LOADER if isinstance(value, DataLoader) else frozenset())
     if slots := _slots_of(type(value)):
         yield f"{path} slots", _Slots(value, slots)
 
 
-def _hooks(path: str, owner: nn.Module | Optimizer) -> list[tuple[str, Any]]:
-    """Return the hooks of one's own that run in a step."""
+def own_hooks(path: str, owner: nn.Module | Optimizer) -> list[tuple[str, Any]]:
+    """Return the hooks of one's own that run in a step, with their paths. Sync: none."""
     found = hooks_of(owner) if isinstance(owner, Optimizer) else [getattr(owner, name) for name in _HOOKS_OF_MODULE]
     hooks = [hook for hooks in found for hook in hooks.values() if not is_amplabs(hook)]
     return [(f"{path} hook {place}", hook) for place, hook in enumerate(hooks)]
@@ -312,7 +297,8 @@ def _index(key: Any) -> str:
     return f"[{key!r}]" if type(key) in SCALARS else f"[{type(key).__name__}]"
 
 
-def _is_followed(value: Any) -> bool:
+def is_followed(value: Any) -> bool:
+    """Whether it is a module, or a plain object of a class of one's own. Sync: none."""
     return isinstance(value, nn.Module) or _is_of_ones_own(value)
 
 
@@ -326,13 +312,19 @@ def _is_of_ones_own(value: Any) -> bool:
     An object of a library may stand for something outside, such as a file that it writes.
     """
     kind = type(value)
-    file = getattr(sys.modules.get(kind.__module__), "__file__", None) or ""
-    if (not file or _is_installed(file)) and kind.__module__ != "__main__":
+    if not is_own_file(sys.modules.get(kind.__module__)):
         return kind is SimpleNamespace
     return (_attributes(value) is not None or bool(_slots_of(kind))) and not issubclass(kind, _OTHERS)
 
 
-def _is_installed(file: str) -> bool:
+def is_own_file(module: ModuleType | None) -> bool:
+    """Whether a module is a file or a folder that is not installed, or the program itself. Sync: none."""
+    file = getattr(module, "__file__", None) or next(iter(getattr(module, "__path__", ())), "")
+    return bool(file and not is_installed(file)) or module is sys.modules.get("__main__")
+
+
+def is_installed(file: str) -> bool:
+    """Whether a file is one of Python, of amplab or of an installed package. Sync: none."""
     return file.startswith(_LIBRARIES) or any(folder in file for folder in _INSTALLED)
 
 

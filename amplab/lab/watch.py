@@ -702,8 +702,10 @@ def watch(
     The loop computes what it computes without a watch. One difference is possible, in the first step and in one of a
     thousand, whose ops are looked at: under any dispatch mode torch computes the gradients of ``prod``, and of
     ``masked_fill`` with a tensor as its value, by another formula, whose last bits may differ. After a step that runs
-    again, what its code keeps is as before: weights, random generators, variables, and what containers and objects of
-    your own classes hold. Iterators, files and objects of installed packages are not taken back.
+    again, what its code keeps is as before, as far as names in the code lead to it: weights, random generators,
+    variables, also those of your other files, of a thread and of a context, attributes of your functions and classes,
+    and what containers, arrays and objects of your own classes hold. Iterators, files, caches of functools, and
+    objects, classes and modules of installed packages are not taken back.
 
     If another thread is alive when the block ends, as in a notebook, amplab's hooks on the steps of all optimizers stay
     registered in the process; they do nothing until the next watch or tool.

@@ -21,7 +21,7 @@ from amplab.display.numbers import short_text
 from amplab.formats.stored_values import stored_values
 from amplab.lab.events import StepRecord
 from amplab.lab.kept_attributes import KeptAttributes
-from amplab.lab.own_objects import named_by
+from amplab.lab.own_code import named_by
 from amplab.lab.run_store import RunStore
 from amplab.lab.skip_explanation import SkipExplanation, explained
 from amplab.lab.step_check import StepCheck
@@ -144,7 +144,8 @@ class WatchedSkips:
     @contextmanager
     def _taken_back(self) -> Iterator[None]:
         """Run a block, after which code that runs in a step keeps what it kept before, such as a count of calls."""
-        kept = KeptAttributes({"model": self._model}, self._weights, followed=named_by(self._rerun.code))
+        followed = named_by([self._model, *self._rerun.code])
+        kept = KeptAttributes({"model": self._model}, self._weights, followed=followed)
         with Undo() as undo:
             undo.add(partial(self._restore, kept))
             yield

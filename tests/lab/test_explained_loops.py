@@ -1,11 +1,16 @@
 """A loop whose skipped steps run again for their reason computes what it computes without a watch."""
 
+import contextvars
 import copy
-from collections import deque
+import importlib
+import threading
+from collections import ChainMap, UserDict, UserList, deque
+from functools import partial
 
 import numpy as np
 import pytest
 import torch
+import warm_up
 from torch import nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
@@ -100,6 +105,153 @@ class Trainer:
         return loss / (1 + self.average)
 
 
+class State:
+    """A class as a namespace."""
+
+    step, seen = 0, []
+
+
+class OfThisRun(State):
+    pass
+
+
+class CountsInItsClass(nn.Linear):
+    calls = 0
+
+    def forward(self, x):
+        type(self).calls += 1
+        return super().forward(x) / self.calls
+
+
+class CountsElsewhere(nn.Linear):
+    """Counts where only the code of its methods leads: in a base class, a variable, a static method's class."""
+
+    def forward(self, x):
+        OfThisRun.__base__.step += 1
+        return self.scaled(super().forward(x)) / warm_up.step
+
+    def scaled(self, x):
+        Meter.note(x)
+        return x / (State.step + Meter.total)
+
+
+class Meter:
+    total = 0.0
+
+    @staticmethod
+    def note(x):
+        Meter.total += 0.1
+        warm_up.next_step()
+
+
+class Doubled(torch.autograd.Function):
+    """Counts its backward passes, and gives a part of the gradient by their number."""
+
+    backwards = 0
+
+    @staticmethod
+    def forward(ctx, x):
+        return 2 * x
+
+    @staticmethod
+    def backward(ctx, gradient):
+        Doubled.backwards += 1
+        return 2 * gradient / Doubled.backwards
+
+
+class Noise:
+    generator = torch.Generator()
+
+    @classmethod
+    def drawn(cls):
+        return torch.randn((), generator=cls.generator) + torch.randn((), generator=warm_up.generator)
+
+
+def counted_in_a_class(model):
+    def step(x):
+        State.step += 1
+        State.seen.append(State.step)
+        return model(x).float().square().mean() / len(State.seen) + State.step
+
+    return step
+
+
+def counted_in_an_attribute_of_a_function(model):
+    def step(x):
+        step.calls += 1
+        return model(x).float().square().mean() / step.calls
+
+    step.calls = 0
+    return step
+
+
+def counted_in_another_file(model):
+    def step(x):
+        warm_up.step += 1
+        return model(x).float().square().mean() / warm_up.step
+
+    return step
+
+
+def counted_by_a_function_of_another_file(model):
+    return lambda x: model(x).float().square().mean() / (warm_up.next_step() + len(warm_up.drawn))
+
+
+def counted_in_a_file_that_the_step_imports(model):
+    def step(x):
+        import warm_up as other
+
+        other.step += 1
+        return model(x).float().square().mean() / other.step
+
+    return step
+
+
+def counted_in_a_thread_and_a_context(model):
+    of_thread, of_context = threading.local(), contextvars.ContextVar("calls", default=0)
+    of_thread.calls = 0
+
+    def step(x):
+        of_thread.calls += 1
+        of_context.set(of_context.get() + 1)
+        return model(x).float().square().mean() / (of_thread.calls + of_context.get())
+
+    return step
+
+
+def counted_in_arguments_of_every_call(model):
+    def step(factor, x, kept=[0], *, by_name={"calls": 0}):  # noqa: B006 - that is the case
+        kept[0] += 1
+        by_name["calls"] += 1
+        factor["calls"] += 1
+        return model(x).float().square().mean() / (kept[0] + by_name["calls"] + factor["calls"])
+
+    return partial(step, {"calls": 0})
+
+
+def counted_in_containers_of_the_standard_library(model):
+    kept, calls, seen = UserDict(calls=0), ChainMap({}, {"calls": 0}), UserList()
+
+    def step(x):
+        kept["calls"] += 1
+        calls["calls"] += 1
+        seen.append(calls["calls"])
+        return model(x).float().square().mean() / (kept["calls"] + len(seen) + calls["calls"])
+
+    return step
+
+
+def counted_in_an_array_of_objects(model):
+    kept = np.array([0, [], None], dtype=object)
+
+    def step(x):
+        kept[0] += 1
+        kept[1].append(kept[0])
+        return model(x).float().square().mean() / (kept[0] + len(kept[1]))
+
+    return step
+
+
 class Unwatched:
     batches, loss, failures = staticmethod(iter), staticmethod(lambda loss: loss), ()
 
@@ -110,8 +262,16 @@ class Unwatched:
         pass
 
 
+def forget_counts():
+    State.step, warm_up.step, Meter.total, CountsInItsClass.calls, Doubled.backwards = 0, 0, 0.0, 0, 0
+    Noise.generator.manual_seed(0), warm_up.generator.manual_seed(0)
+    State.seen.clear()
+    warm_up.drawn.clear()
+
+
 def trained(make_model, make_step, scaler_type, watched):
     torch.manual_seed(0)
+    forget_counts()
     model = make_model()
     optimizer, scaler = torch.optim.SGD(model.parameters(), lr=0.01), scaler_type("cpu", init_scale=2.0**24)
     loss_of = make_step(model)
@@ -144,6 +304,19 @@ def trained(make_model, make_step, scaler_type, watched):
         (lambda: nn.Linear(8, 1), followed_by_a_teacher),
         (lambda: nn.Linear(8, 1), noisy),
         (lambda: nn.Linear(8, 1), lambda model: Trainer(model).loss_of),
+        (lambda: nn.Linear(8, 1), counted_in_a_class),
+        (lambda: CountsInItsClass(8, 1), plain),
+        (lambda: nn.Sequential(CountsElsewhere(8, 1)), plain),
+        (lambda: nn.Linear(8, 1), counted_in_an_attribute_of_a_function),
+        (lambda: nn.Linear(8, 1), counted_in_another_file),
+        (lambda: nn.Linear(8, 1), counted_by_a_function_of_another_file),
+        (lambda: nn.Linear(8, 1), counted_in_a_file_that_the_step_imports),
+        (lambda: nn.Linear(8, 1), counted_in_a_thread_and_a_context),
+        (lambda: nn.Linear(8, 1), counted_in_arguments_of_every_call),
+        (lambda: nn.Linear(8, 1), counted_in_containers_of_the_standard_library),
+        (lambda: nn.Linear(8, 1), counted_in_an_array_of_objects),
+        (lambda: nn.Linear(8, 1), lambda model: lambda x: Doubled.apply(model(x)).float().square().mean()),
+        (lambda: nn.Linear(8, 1), lambda model: lambda x: (model(x) + Noise.drawn()).float().square().mean()),
     ],
 )
 def test_weights_are_those_of_the_loop_without_a_watch(make_model, make_step, scaler_type):
@@ -168,3 +341,59 @@ def test_what_is_too_large_to_restore_is_told():
             scaler.step(optimizer)
             scaler.update()
     assert len(w.failures) == 1
+
+
+def explained(model, step):
+    """Train with a step that is skipped and runs again, and return the watch."""
+    optimizer, scaler = torch.optim.SGD(model.parameters(), lr=0.01), amplab.GradScaler("cpu", init_scale=2.0**24)
+    with watch(model, optimizer, scaler=scaler, step=step) as w:
+        for x in w.batches(torch.randn(4, 4, 8)):
+            optimizer.zero_grad()
+            scaler.scale(w.loss(step(x))).backward()
+            scaler.step(optimizer)
+            scaler.update()
+    assert w.history.explanations
+    return w
+
+
+class OfARun:
+    """An object whose other methods lead to large data, which a step does not change."""
+
+    def __init__(self, model):
+        self.model = model
+
+    def loss_of(self, x):
+        return self.model(x).half().square().mean()
+
+    def evaluate(self):
+        return LARGE["array"].sum()
+
+
+LARGE = {"array": np.zeros(1)}
+
+
+def test_data_of_methods_that_run_in_no_step_is_not_kept(monkeypatch):
+    monkeypatch.setitem(LARGE, "array", np.zeros(2**26 + 1, dtype=np.uint8))
+    run = OfARun(nn.Linear(8, 1))
+    assert explained(run.model, run.loss_of).failures == ()
+
+
+def test_an_installed_package_is_left_alone(tmp_path, monkeypatch):
+    """It may count what runs in it, as for its own caches."""
+    folder = tmp_path / "site-packages"
+    folder.mkdir()
+    (folder / "counting_package.py").write_text(
+        "step = 0\nclass Kept:\n    step = 0\ndef count():\n    global step\n    step += 1\n    Kept.step += 1\n"
+    )
+    monkeypatch.syspath_prepend(folder)
+    package = importlib.import_module("counting_package")
+    runs = []
+    model = nn.Linear(8, 1)
+
+    def step(x):
+        package.count()
+        runs.append(1)
+        return model(x).half().square().mean()
+
+    explained(model, step)
+    assert package.step == package.Kept.step > len(runs) == 4

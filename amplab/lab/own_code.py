@@ -1,0 +1,228 @@
+"""`named_by`: what the code of one's own that runs in a step keeps, as far as the names in it lead.
+
+That is its variables, the attributes of its functions and classes, the variables of its files, and objects. A method is
+followed if code that is followed names it, or if torch or Python calls it by itself, such as `forward` and `__call__`.
+Other methods, such as one that evaluates, do not run in a step, and may name large data. Classes and files of installed
+packages are neither read nor changed.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections import ChainMap, UserDict, UserList, deque
+from collections.abc import Callable, Iterable, Mapping
+from contextvars import ContextVar
+from functools import _lru_cache_wrapper, cached_property, partial
+from itertools import islice
+from threading import local
+from types import CodeType, FunctionType, MethodType, ModuleType
+from typing import Any
+from weakref import ProxyTypes
+
+from torch import nn
+
+from amplab.lab.own_objects import Cells, Names, is_followed, is_installed, is_own_file, names_of, own_hooks
+from amplab.lab.own_values import SCALARS
+from amplab.trace.random_states import GENERATORS, restorers
+from amplab.trace.reached_values import cell_contents, reached_from
+
+__all__ = ["named_by"]
+
+_MOST_OBJECTS = 20_000
+_MOST_ELEMENTS = 1_000  # of a container: a list of examples is long
+_CONTAINERS = (list, tuple, set, frozenset, dict, deque)
+_HOLDERS = (local, UserDict, UserList, ChainMap)  # of the standard library, of nothing but what code gives them
+_METHODS = (FunctionType, staticmethod, classmethod)
+_WRAPPERS = (staticmethod, classmethod, _lru_cache_wrapper)
+
+
+class _Variables(Names):
+    """The variables of a file that the code of a function names."""
+
+    def __init__(self, owner: Any, variables: dict[str, Any], names: Iterable[str]) -> None:
+        super().__init__(owner, {name: variables[name] for name in names if name in variables})
+        self._variables = variables
+
+    def restorer(self) -> Callable[[], None]:
+        def restore() -> None:
+            for name, value in self._names.items():
+                if self._variables.get(name, self) is not value:
+                    self._variables[name] = value
+
+        return restore
+
+
+class _OfClass(Names):
+    """The attributes of a class, without those of its bases."""
+
+    def __init__(self, kind: type) -> None:
+        super().__init__(kind, dict(vars(kind)))
+
+    def restorer(self) -> Callable[[], None]:
+        def restore() -> None:
+            now = dict(vars(self.owner))
+            for name in {*Names(self.owner, now)} - {*self}:
+                type.__delattr__(self.owner, name)
+            for name in self:
+                if now.get(name, self) is not self._names[name]:
+                    type.__setattr__(self.owner, name, self._names[name])  # whatever its metaclass makes of it
+
+        return restore
+
+
+class _OfContext(Names):
+    """The value of a variable of contextvars."""
+
+    def __init__(self, variable: ContextVar[Any]) -> None:
+        super().__init__(variable, {"value": value} if (value := variable.get(self)) is not self else {})
+
+    def restorer(self) -> Callable[[], None]:
+        def restore() -> None:
+            for value in self._names.values():
+                if self.owner.get() is not value:
+                    self.owner.set(value)
+
+        return restore
+
+
+class _OfGenerator(Names):
+    """The state of a random generator, which has no names."""
+
+    def __init__(self, generator: Any) -> None:
+        super().__init__(generator, {})
+
+    def restorer(self) -> Callable[[], None]:
+        found = restorers((self.owner,))
+
+        def restore() -> None:
+            for each in found:
+                each()
+
+        return restore
+
+
+class _Followed:
+    """Follows code from values; `found` has what keeps something, as `holders` takes it."""
+
+    def __init__(self, values: Iterable[Any]) -> None:
+        self.found: list[Any] = []
+        self._names = {"forward", "backward", "setup_context"}  # torch calls them
+        self._spaces: list[Mapping[str, Any]] = []  # of classes and objects: what is named in them is followed
+        self._classes: set[type] = set()
+        self._seen: dict[int, Any] = {}
+        waiting = [*values]
+        while waiting and len(self._seen) < _MOST_OBJECTS:
+            value = waiting.pop()
+            if self._is_new(value):
+                self._seen[id(value)] = value
+                waiting += self._from(value)
+            waiting = waiting or self._named_in_spaces()
+
+    def _is_new(self, value: Any) -> bool:
+        return type(value) not in SCALARS and type(value) not in ProxyTypes and id(value) not in self._seen
+
+    def _named_in_spaces(self) -> list[Any]:
+        found = (space.get(name) for space in self._spaces for name in self._names & space.keys())
+        return [*filter(self._is_new, found)]
+
+    def _from(self, value: Any) -> Iterable[Any]:
+        """Return what a value leads to, and note what keeps something."""
+        if isinstance(value, FunctionType):
+            return self._from_function(value)
+        if isinstance(value, MethodType):
+            return value.__func__, value.__self__
+        if isinstance(value, partial):
+            return value.func, *self._of_call(value, value.args, value.keywords)
+        if isinstance(value, property):
+            return value.fget, value.fset, value.fdel
+        if isinstance(value, (*_WRAPPERS, cached_property)):
+            return (value.__wrapped__ if isinstance(value, _WRAPPERS) else value.func,)
+        if isinstance(value, type):
+            called = self._from_class(value)  # and `__init__`, since code that names a class may make an object
+            return [*called, *(vars(each).get("__init__") for each in value.__mro__ if each in self._classes)]
+        if isinstance(value, _CONTAINERS):
+            return islice(value.values() if isinstance(value, dict) else value, _MOST_ELEMENTS)
+        return self._from_object(value)
+
+    def _from_function(self, function: FunctionType) -> Iterable[Any]:
+        code, variables = function.__code__, function.__globals__
+        if is_installed(code.co_filename) or is_installed(variables.get("__file__") or ""):
+            return (vars(function).get("__wrapped__"),)
+        self._names |= (names := _names_in(code))
+        named = _Variables(function, variables, names)
+        self.found += [named, Cells(function), Names(function, vars(function))]
+        values = [*named.values(), *cell_contents(function), *vars(function).values()]
+        values += self._of_call(function, function.__defaults__ or (), function.__kwdefaults__ or {})
+        return values + self._in_files([*values, *map(sys.modules.get, names)], names)  # it may import one itself
+
+    def _of_call(self, owner: Any, args: tuple[Any, ...], keywords: Mapping[str, Any]) -> list[Any]:
+        """Note arguments that every call gets, such as a list."""
+        given = {str(place): each for place, each in enumerate(args)} | {**keywords}
+        self.found.append(Names(owner, given))
+        return [*given.values()]
+
+    def _in_files(self, values: Iterable[Any], names: set[str]) -> list[Any]:
+        """Return what code with these names finds in files of one's own, and in those that these name."""
+        found: list[Any] = []
+        files = [each for each in values if _is_file(each)]
+        for file in files:  # which grows
+            variables = _Variables(file, vars(file), names)
+            self.found.append(variables)
+            found += variables.values()
+            files += [each for each in variables.values() if _is_file(each) and each not in files]
+        return found
+
+    def _from_object(self, value: Any) -> Iterable[Any]:
+        if isinstance(value, _HOLDERS):
+            self.found.append(Names(value, vars(value)))  # of a threading.local, those of this thread
+            return *vars(value).values(), *self._from_class(type(value))
+        if isinstance(value, ContextVar):
+            self.found.append(_OfContext(value))
+        elif isinstance(value, GENERATORS):
+            self.found.append(_OfGenerator(value))
+        elif is_followed(value):
+            self.found.append(value)
+            if isinstance(value, nn.Module):
+                return [each for module in value.modules() for each in self._from_module(module)]
+            kept = [names for _, names in names_of("", value)]
+            self._spaces.append({name: names.get(name) for names in kept for name in names})
+            return self._from_class(type(value))
+        return ()
+
+    def _from_module(self, module: nn.Module) -> list[Any]:
+        self._spaces.append(vars(module))
+        return [*self._from_class(type(module)), *(hook for _, hook in own_hooks("", module))]
+
+    def _from_class(self, kind: type) -> list[Any]:
+        """Note a class with its bases; return the methods that Python calls by itself, such as `__call__`."""
+        if kind in self._classes:
+            return []
+        own = [each for each in kind.__mro__ if is_own_file(sys.modules.get(each.__module__))]
+        new = [vars(each) for each in own if each not in self._classes]
+        self.found += [_OfClass(each) for each in own if each not in self._classes]
+        self._classes |= {kind, *own}
+        self._spaces += new
+        methods = [(name, each) for names in new for name, each in names.items() if isinstance(each, _METHODS)]
+        return [each for name, each in methods if name.startswith("__") and name != "__init__"]
+
+
+def _is_file(value: Any) -> bool:
+    return type(value) is ModuleType and is_own_file(value)
+
+
+def _names_in(code: CodeType) -> set[str]:
+    """Return the names in a function's code, and in that of the functions inside it."""
+    inner = [_names_in(each) for each in code.co_consts if isinstance(each, CodeType)]
+    return {*code.co_names}.union(*inner)
+
+
+def named_by(values: Iterable[Any]) -> dict[str, Any]:
+    """Return what keeps something for the code that values lead to, as `holders` takes it.
+
+    Args:
+        values: Functions that run in a step, and models.
+
+    Sync: none.
+    """
+    followed = _Followed(reached for each in values for reached in reached_from(each))
+    return {str(place): each for place, each in enumerate(followed.found)}
