@@ -75,6 +75,7 @@ from amplab.trace.handed_step import (
     shows_calls,
 )
 from amplab.trace.modules import UncopiedHook
+from amplab.trace.optimizer_hooks import seeing_gradients
 from amplab.trace.untouched import before_untouched, observing_steps, unless_undone
 
 __all__ = ["Watch", "check_options", "watch"]
@@ -154,7 +155,7 @@ class Watch:
             optimizers[0],
             UncopiedHook(unless_undone(self._see_forward)),
             UncopiedHook(unless_undone(self._see_output)),
-            observing_steps(self._see_gradients),
+            observing_steps(seeing_gradients(observing_steps(self._see_gradients))),
         )
         self._hooks = _Hooks(
             forward=_Hook(model.register_forward_pre_hook, see_forward, model._forward_pre_hooks),
@@ -448,7 +449,7 @@ class Watch:
             self._loss, self._loss_in_output = loss.detach(), True
 
     def _see_gradients(self, *_: object) -> None:
-        """Called before the optimizer's step, when the gradients exist."""
+        """Called in the optimizer's step before it uses the gradients."""
         if self._unrecorded:
             self._record_rest()
         self._measured = self._steps
@@ -706,6 +707,10 @@ def watch(
     variables, also those of your other files, of a thread and of a context, attributes of your functions and classes,
     and what containers, arrays and objects of your own classes hold. Iterators, files, caches of functools, and
     objects, classes and modules of installed packages are not taken back.
+
+    A step with a closure, ``optimizer.step(closure)``, uses the gradients that the closure computes. Measured and
+    explained are those of its first run, as LBFGS runs it several times in a step. Hooks of other code on the step may
+    get the closure with a function around it.
 
     If another thread is alive when the block ends, as in a notebook, amplab's hooks on the steps of all optimizers stay
     registered in the process; they do nothing until the next watch or tool.

@@ -4,6 +4,8 @@ torch runs the hooks on all optimizers from one dict for the process, and a thre
 another one changes the dict. So amplab has one hook there before a step and one after it, which call the functions of
 their thread. Where the process has other threads they stay once they are registered, and do nothing without a function.
 
+`seeing_gradients`: a hook before a step that sees the gradients of this step, also if its closure computes them.
+
 `keeping_failures_of_hooks`: let a program's own hooks after the step of one optimizer raise without an effect on it.
 
 Reference: torch.optim.optimizer.register_optimizer_step_pre_hook.
@@ -16,9 +18,10 @@ import threading
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import partial
+from functools import partial, wraps
 from typing import Any
 
+import torch
 from torch.optim import Optimizer
 from torch.optim.optimizer import (
     _global_optimizer_post_hooks,
@@ -31,9 +34,17 @@ from amplab.kernels.fork_renewal import renew_lock_in_forks
 from amplab.policies.signals import DeferredSignals, is_interrupt
 from amplab.trace.as_found import Undo, remove_hook
 
-__all__ = ["after_step", "before_step", "is_amplabs", "keeping_failures_of_hooks", "observe_steps"]
+__all__ = [
+    "after_step",
+    "before_step",
+    "is_amplabs",
+    "keeping_failures_of_hooks",
+    "observe_steps",
+    "seeing_gradients",
+]
 
-Observer = Callable[[Optimizer, tuple[Any, ...], dict[str, Any]], object]
+Given = tuple[tuple[Any, ...], dict[str, Any]]  # the positional and the keyword arguments of a step
+Observer = Callable[[Optimizer, tuple[Any, ...], dict[str, Any]], Given | None]
 
 
 class _Observers(threading.local):
@@ -50,7 +61,10 @@ renew_lock_in_forks(sys.modules[__name__], "_lock")
 
 
 def observe_steps(undo: Undo, *, before: Observer | None = None, after: Observer | None = None) -> None:
-    """Call `before` and `after` around each step of any optimizer in this thread, until `undo` ends. Sync: none."""
+    """Call `before` and `after` around each step of any optimizer in this thread, until `undo` ends. Sync: none.
+
+    What `before` returns is what a step pre-hook of torch returns: None, or other arguments of the step.
+    """
     undo.add(_remove_hooks_of_one_thread)
     for observer, observers in ((before, _OBSERVERS.before), (after, _OBSERVERS.after)):
         if observer is not None:
@@ -63,16 +77,58 @@ def observe_steps(undo: Undo, *, before: Observer | None = None, after: Observer
             register_optimizer_step_post_hook(after_step)
 
 
-def before_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Call the observers of this thread; torch calls it before each step."""
+def before_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Given:
+    """Call the observers of this thread, and return the arguments of the step; torch calls it before each step."""
     for observer in tuple(_OBSERVERS.before):
-        observer(optimizer, args, kwargs)
+        args, kwargs = observer(optimizer, args, kwargs) or (args, kwargs)
+    return args, kwargs
 
 
 def after_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """Call the observers of this thread; torch calls it after each step."""
     for observer in tuple(_OBSERVERS.after):
         observer(optimizer, args, kwargs)
+
+
+def seeing_gradients(see: Callable[..., object]) -> Observer:
+    """Return a step pre-hook that calls `see` when the optimizer is about to use its gradients.
+
+    torch calls the hook before the closure of a step, whose backward computes the gradients. So `see` is then called
+    after the first run of the closure. If that raises, it is not called.
+
+    Args:
+        see: gets the optimizer, and the positional and keyword arguments of its step.
+
+    Sync: none.
+    """
+
+    def before(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Given | None:
+        seen = partial(see, optimizer, args, kwargs)
+        if len(args) > 1 and callable(args[1]):
+            return (args[0], _with_first_run(args[1], seen), *args[2:]), kwargs
+        if callable(kwargs.get("closure")):
+            return args, {**kwargs, "closure": _with_first_run(kwargs["closure"], seen)}
+        seen()
+        return None
+
+    return before
+
+
+def _with_first_run(closure: Callable[..., Any], seen: Callable[[], object]) -> Callable[..., Any]:
+    """Return a closure that calls `seen` after its first run, and is otherwise as the given one."""
+    waits, grad_mode = True, torch.is_grad_enabled()  # of the loop: a step may switch it off around its closure
+
+    @wraps(closure)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        nonlocal waits
+        loss = closure(*args, **kwargs)
+        if waits:
+            waits = False
+            with torch.set_grad_enabled(grad_mode):
+                seen()
+        return loss
+
+    return run
 
 
 def _forget(observer: Observer, observers: list[Observer]) -> None:

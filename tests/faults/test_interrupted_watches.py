@@ -28,9 +28,10 @@ from amplab.trace import optimizer_hooks
 
 # A generator that was interrupted can meet the interrupt again when it is deleted.
 pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
-FOLDERS = [f"{PACKAGE}/lab"]
+FOLDERS = [f"{PACKAGE}/lab", f"{PACKAGE}/trace/optimizer_hooks.py"]
 SCALERS = {
     "none": lambda: None,
+    "closure": lambda: None,  # the same, and the step calls it
     "amplab": lambda: amplab.GradScaler("cpu"),
     "torch": lambda: torch.amp.GradScaler("cpu"),
 }
@@ -42,7 +43,7 @@ class Loop:
     def __init__(self, face, log):
         self.model = nn.Linear(2, 1)
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1)
-        self.is_apex = face == "apex"
+        self.is_apex, self.has_closure = face == "apex", face == "closure"
         if self.is_apex:
             amp.initialize(self.model, self.optimizer, opt_level="O1", verbosity=0)
         self.scaler = None if self.is_apex else SCALERS[face]()
@@ -53,7 +54,16 @@ class Loop:
     def count(self, *_):
         self.finished += 1
 
+    def backward(self):
+        self.optimizer.zero_grad()
+        loss = self.watch.loss(self.model(torch.ones(4, 2)).square().mean())
+        loss.backward()
+        return loss
+
     def step(self):
+        if self.has_closure:
+            self.optimizer.step(self.backward)
+            return
         self.optimizer.zero_grad()
         loss = self.watch.loss(self.model(torch.ones(4, 2)).square().mean())
         if self.scaler is not None:

@@ -1,6 +1,7 @@
 """Lightning's Trainer and Fabric with amplab's scaler and regions."""
 
 import copy
+import math
 import sys
 from pathlib import Path
 
@@ -148,6 +149,32 @@ def test_fabric(page, classifier, batches, overflowing):
         assert net.dtypes == (torch.float16, torch.float32)
         trained.append(list(net.parameters()))
     assert all(map(torch.equal, *trained))
+
+
+class Watched(Task):
+    """Notes the exponent of the largest gradient of each step; Lightning calls the step with a closure."""
+
+    def __init__(self, model):
+        super().__init__(model)
+        self.optimizer, self.largest = torch.optim.SGD(self.parameters(), lr=0.1), []
+
+    def configure_optimizers(self):
+        return self.optimizer
+
+    def configure_gradient_clipping(self, *given, **named):
+        super().configure_gradient_clipping(*given, **named)
+        largest = max(param.grad.abs().max().item() for param in self.parameters())
+        self.largest.append(math.frexp(largest)[1] - 1.0)
+
+
+@pytest.mark.parametrize("options", [{}, {"gradient_clip_val": 0.01}])
+@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
+def test_a_watch_records_the_gradients_of_each_step(classifier, batches, precision, options):
+    task = Watched(classifier)
+    with amplab.watch(task, task.optimizer, every=1) as w:
+        lightning.Trainer(**QUIET | {"max_epochs": 2, "precision": precision} | options).fit(task, batches)
+    assert len(set(task.largest)) > 1
+    assert [record.grad_exponent for record in w.history.records()] == task.largest
 
 
 class RegionsOfAmplab(MixedPrecision):

@@ -41,7 +41,7 @@ from amplab.trace.as_found import Undo, remove_hook
 from amplab.trace.dispatch_mode import DispatchMode
 from amplab.trace.handed_step import Scaler
 from amplab.trace.lines import call_of_user_line, user_line
-from amplab.trace.optimizer_hooks import observe_steps
+from amplab.trace.optimizer_hooks import observe_steps, seeing_gradients
 
 __all__ = ["LoopRecorder", "norm_of"]
 
@@ -208,7 +208,8 @@ class LoopRecorder:
                 undo.add(partial(_remove_gradient_hook, delivered, parameter))
                 parameter.register_post_accumulate_grad_hook(delivered)
         # Before the hooks of the optimizer, which may hide gradients in a skipped step.
-        stepping, stepped = partial(self._safely, self._stepping), partial(self._safely, self._has_stepped)
+        stepping = seeing_gradients(partial(self._safely, self._stepping))
+        stepped = partial(self._safely, self._has_stepped)
         observe_steps(undo, before=stepping, after=stepped)
         undo.enter(_Writes(self))
 
