@@ -16,7 +16,7 @@ The files, by part::
     one step in stages      step_stages
     the run                 history (in memory), changes (made by a person), run_log (on disk), run_store (both),
                             checkpoints, skip_explanation, past_skips, step_explainer, run_status, findings,
-                            config_remedies
+                            config_remedies, scale_growth
     single effects          scenarios
     to take along           run_export (CSV, JSON), html_report
     memory                  memory_count, memory_fit (what fits on a card)

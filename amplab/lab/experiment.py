@@ -62,6 +62,7 @@ from amplab.lab.own_changes import OwnChanges
 from amplab.lab.past_skips import PastSkip, PastSkips
 from amplab.lab.rank_exchange import RankExchange
 from amplab.lab.saved_experiment import read_saved
+from amplab.lab.scale_growth import ScaleGrowth, growth_of_rule
 from amplab.lab.schedule_states import left_out, load_states, schedules_in_hooks, sets_rates, states_of
 from amplab.lab.session_settings import (
     kept_scales,
@@ -75,7 +76,7 @@ from amplab.lab.step_stages import StageRecorder, StepStages
 from amplab.lab.tasks import OWN_TASK, TASKS, Task, TaskLoss, load_task, task_choice
 from amplab.policies.nested_tensors import floating_tensors_in
 from amplab.policies.signals import is_interrupt
-from amplab.scalers import ScaleState
+from amplab.scalers import ScaleRule, ScaleState
 from amplab.trace import Trace, trace_step, xray
 from amplab.trace.as_found import leaves_as_found
 from amplab.trace.forwarded_modules import buffers_kept
@@ -187,7 +188,7 @@ class Experiment:
         self._initialize(config)
         own_model = self._model if self._is_own else None
         self._own = OwnChanges(own_model, self._task, lambda: self._optimizers, self._kept_tensors)
-        self._loss_scale = self._lowest_scale()
+        self._limiting = self._lowest_scale()
         self._memory = self._session.memory()
         self._measure_memory_until = 2  # the optimizers create their state in their first step
         self._step = 0
@@ -250,7 +251,13 @@ class Experiment:
     @property
     def loss_scale(self) -> float:
         """The scale that the next step will use, of several the lowest; readable from any thread."""
-        return self._loss_scale
+        return self._limiting[2].scale
+
+    @property
+    def scale_growth(self) -> ScaleGrowth | None:
+        """When that scale grows next; None if it is static; readable from any thread."""
+        loss_id, rule, state = self._limiting
+        return growth_of_rule(rule, state, backwards=self._backwards(loss_id))
 
     @property
     def mixed_scales(self) -> MixedScales | None:
@@ -302,7 +309,7 @@ class Experiment:
         self._last = record
         if record.skipped and self._given is None and self._exchange is None:  # a rank cannot run again by itself
             self._past.keep(self._weights(), is_same=was_skipped and len(self._optimizers) == 1, make=self._past_skip)
-        self._loss_scale = self._lowest_scale()
+        self._limiting = self._lowest_scale()
         self._faults = after_step(self._faults)
         self._step += 1
         self.phase = ""
@@ -379,7 +386,7 @@ class Experiment:
         self._last = None
         if needs_new_session(old, config):
             self._switch_session(old, config)
-            self._loss_scale = self._lowest_scale()
+            self._limiting = self._lowest_scale()
             self._measure_memory_until = self._step + 2
             self._rerun = self._new_rerun()  # of the level's buffers
         if old.accumulate != config.accumulate:
@@ -461,7 +468,7 @@ class Experiment:
         missing = experiment._own.load(extra)
         experiment.left_out = (*extra.get("left_out", ()), *unregistered, *missing)
         experiment._began = time.perf_counter() - extra["seconds"]
-        experiment._loss_scale = experiment._lowest_scale()
+        experiment._limiting = experiment._lowest_scale()
         for fault in extra["armed"]:
             experiment.inject(fault, on=True)
         return experiment, extra
@@ -520,7 +527,7 @@ class Experiment:
             self._model,
             lambda: _sum(self._forward(self._model, part, batch, step) for part in parts),
             casting=self._session.casting(),
-            loss_scale=self._loss_scale,
+            loss_scale=self.loss_scale,
             observer=observer,
             draws=self._draws,
         )
@@ -643,7 +650,7 @@ class Experiment:
         named = [name for name, _ in model.named_parameters() if name in grads]
         stats = tensor_stats([_dense(grads[name]) for name in named], low=LOWEST_EXPONENT, bins=BINS).read()
         layers = tuple(zip(named, (each.exponents for each in stats), strict=True))
-        return GradientRecord(step=self._step, loss_scale=self._loss_scale, layers=layers)
+        return GradientRecord(step=self._step, loss_scale=self.loss_scale, layers=layers)
 
     def activations(self) -> int | None:
         """Return the bytes that the forward of the next batch keeps for its backward; the experiment does not change.
@@ -772,7 +779,7 @@ class Experiment:
         """Compute the unscaled gradients of one optimizer; return the losses, before any shrinking."""
         optimizer, parts = self._optimizers[number], self._parts(number)
         optimizer.zero_grad(set_to_none=True)
-        losses, delays = [], len({part.loss_id for part in parts}) == 1
+        losses, delays = [], self._delays_unscale(number)
         with self._session.casting():
             for part in parts:
                 self._stop_if_wanted()
@@ -822,6 +829,14 @@ class Experiment:
         """Return the parts of a step, in order; of one optimizer, or all."""
         losses = [each for each in enumerate(self._task.losses) if optimizer in (None, each[1].optimizer)]
         return [_Part(batch, *each) for batch in range(self._config.accumulate) for each in losses]
+
+    def _delays_unscale(self, optimizer: int) -> bool:
+        """Whether the backwards of all batches of a step are unscaled together: those of one loss are."""
+        return sum(loss.optimizer == optimizer for loss in self._task.losses) == 1
+
+    def _backwards(self, loss_id: int) -> int:
+        """Return how often one step moves the scale of a loss."""
+        return 1 if self._delays_unscale(self._task.losses[loss_id].optimizer) else self._config.accumulate
 
     def _forward(self, model: nn.Module, part: _Part, batch: Any, step: int, faults: Set[str] = frozenset()) -> Tensor:
         """Return the loss of one part, with the random numbers that belong to it."""
@@ -953,8 +968,11 @@ class Experiment:
         if (kept := kept_scales(state, old, new)) is not None:
             self._session.load_state_dict(kept)
 
-    def _lowest_scale(self) -> float:
-        return min(self._session.loss_scale(loss_id) for loss_id in range(len(self._task.losses)))
+    def _lowest_scale(self) -> tuple[int, ScaleRule, ScaleState]:
+        """Return the loss whose scale is the lowest, its rule and its state; of several the one that grows last."""
+        scalers = enumerate(self._session.scalers)
+        states = [(loss_id, scaler.rule, scaler.state) for loss_id, scaler in scalers]
+        return min(states, key=lambda each: (each[2].scale, each[2].clean_steps))
 
     def _build_optimizers(self, config: ExperimentConfig) -> None:
         """Build the optimizers, and note the names of their parameters and their learning rates."""

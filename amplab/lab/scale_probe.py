@@ -32,8 +32,8 @@ from torch.amp.grad_scaler import OptState
 from torch.optim import Optimizer
 
 from amplab.amp import GradScaler, ScaleRecord, Session, default_session
+from amplab.lab.scale_growth import ScaleGrowth, growth_of_rule, growth_of_saved, interval_of
 from amplab.lab.watched_run import NO_LEVEL
-from amplab.scalers import DynamicScale
 from amplab.trace.untouched import observing_steps, unless_undone
 
 __all__ = ["ScaleProbe", "ScaledStep", "probe_of"]
@@ -59,7 +59,6 @@ class ScaleProbe:
     Attributes:
         kind: "none", "apex", "amplab" or "torch".
         dynamic: whether the scale changes.
-        growth_interval: steps without overflow until the scale grows, None if it does not.
         opt_level: of a session, else `NO_LEVEL`.
         amp: the session or the scaler itself, None without either.
         waits_for_forward: whether `at_forward` does anything.
@@ -67,7 +66,6 @@ class ScaleProbe:
 
     kind = "none"
     dynamic = False
-    growth_interval: int | None = None
     opt_level = NO_LEVEL
     amp: Session | torch.amp.GradScaler | None = None
     waits_for_forward = False
@@ -81,6 +79,15 @@ class ScaleProbe:
     def scale(self) -> float:
         """Return the scale in effect. Sync: one if it is on a device."""
         return 1.0
+
+    @property
+    def growth_interval(self) -> int | None:
+        """Steps without overflow until the scale grows, as it is now; None if it does not, or if that is not known."""
+        return None
+
+    def scale_growth(self) -> ScaleGrowth | None:
+        """Return when the scale grows next; None if that is not known. Sync: two if it is on a device."""
+        return None
 
     def loss(self) -> Tensor | None:
         """Return the loss of this step if the scaler reports it before the optimizer steps. Sync: none."""
@@ -105,9 +112,8 @@ class _ApexProbe(ScaleProbe):
 
     def __init__(self, session: Session) -> None:
         self._session = self.amp = session
-        rule = session.scalers[0].rule
-        self.dynamic = rule.skips_on_overflow
-        self.growth_interval = rule.growth_interval if isinstance(rule, DynamicScale) else None
+        self.dynamic = session.scalers[0].dynamic
+        self._backwards = 1  # of the first loss in the last step: each moves its scale
         self.opt_level = session.opt_level or NO_LEVEL
         self._records: list[ScaleRecord] = []  # one for each backward since the last step
 
@@ -125,8 +131,17 @@ class _ApexProbe(ScaleProbe):
 
         return end
 
+    @property
+    def growth_interval(self) -> int | None:
+        scalers = self._session.scalers  # none after a reset
+        return interval_of(scalers[0].rule) if scalers else None
+
     def scale(self) -> float:
         return self._session.loss_scale()
+
+    def scale_growth(self) -> ScaleGrowth | None:
+        scalers = self._session.scalers
+        return growth_of_rule(scalers[0].rule, scalers[0].state, backwards=self._backwards) if scalers else None
 
     def loss(self) -> Tensor | None:
         return self._records[-1].loss if self._records else None
@@ -145,6 +160,7 @@ class _ApexProbe(ScaleProbe):
 
     def _scaled_step(self, optimizer: Optimizer) -> ScaledStep:
         last, records = self._session.last_step(optimizer), self._records
+        self._backwards = max(1, sum(each.loss_id == 0 for each in records))
         if not records:  # a loss that was not scaled
             return ScaledStep(self.scale(), self.scale(), last.first_nonfinite is not None, last.first_nonfinite)
         bad = [each for each in records if each.found_inf and not last.stepped]  # without gradients none steps either
@@ -175,11 +191,10 @@ class _Calls:
 
 class _AmplabProbe(ScaleProbe):
     kind = "amplab"
+    dynamic = True
 
     def __init__(self, scaler: GradScaler) -> None:
         self._scaler = self.amp = scaler
-        self.dynamic = scaler.is_enabled()
-        self.growth_interval = scaler.get_growth_interval() if self.dynamic else None
         self._rows = scaler._per_optimizer_states  # of this iteration; `update` replaces it
         self._calls = _Calls()
 
@@ -210,18 +225,25 @@ class _AmplabProbe(ScaleProbe):
 
         return end
 
+    @property
+    def growth_interval(self) -> int | None:
+        rule = self._scaler.rule
+        return (self._scaler.get_growth_interval() or None) if rule is None else interval_of(rule)
+
     def scale(self) -> float:
         return self._scaler.get_scale()
+
+    def scale_growth(self) -> ScaleGrowth | None:
+        return growth_of_saved(self._scaler.rule, self._scaler.state_dict())
 
 
 class _TorchProbe(ScaleProbe):
     kind = "torch"
+    dynamic = True
     waits_for_forward = True
 
     def __init__(self, scaler: torch.amp.GradScaler) -> None:
         self._scaler = self.amp = scaler
-        self.dynamic = True
-        self.growth_interval = scaler.get_growth_interval()
         self._scale = scaler.get_scale()
         self._rows: Mapping[int, Any] = scaler._per_optimizer_states  # of this iteration; `update` replaces it
         self._calls = _Calls()
@@ -245,8 +267,15 @@ class _TorchProbe(ScaleProbe):
         self._calls.see(optimizer)
         self._calls.in_first |= self._scaler._per_optimizer_states is self._rows
 
+    @property
+    def growth_interval(self) -> int | None:
+        return self._scaler.get_growth_interval() or None
+
     def scale(self) -> float:
         return self._scaler.get_scale()
+
+    def scale_growth(self) -> ScaleGrowth | None:
+        return growth_of_saved(None, self._scaler.state_dict())
 
     def at_forward(self) -> None:
         self._hand_over()

@@ -61,6 +61,7 @@ from amplab.lab.present_run import PresentRun
 from amplab.lab.rank_exchange import RankExchange, RankLost
 from amplab.lab.run_log.json_lines import is_number
 from amplab.lab.run_store import RunStore
+from amplab.lab.scale_growth import ScaleGrowth
 from amplab.lab.step_explainer import StepExplainer
 from amplab.lab.step_stages import StepStages
 from amplab.trace import Trace
@@ -189,6 +190,11 @@ class Trainer:
     def loss_scale(self) -> float:
         """The scale that the next step will use."""
         return self._run.experiment.loss_scale
+
+    @property
+    def scale_growth(self) -> ScaleGrowth | None:
+        """When that scale grows next; None if it is static."""
+        return self._run.experiment.scale_growth
 
     @property
     def shrinking(self) -> bool:

@@ -52,6 +52,7 @@ from amplab.lab.idle_optimizers import ENOUGH_STEPS, IdleOptimizers
 from amplab.lab.rank_watch import RankWatch
 from amplab.lab.run_log import check_writable
 from amplab.lab.run_store import RunStore
+from amplab.lab.scale_growth import ScaleGrowth
 from amplab.lab.scale_probe import ScaledStep, probe_of
 from amplab.lab.step_look import StepLook
 from amplab.lab.step_rerun import StepRerun
@@ -369,6 +370,14 @@ class Watch:
     def growth_interval(self) -> int | None:
         """Steps without overflow until the loss scale grows; None if it does not, or if that is not known."""
         return self._probe.growth_interval
+
+    @property
+    def scale_growth(self) -> ScaleGrowth | None:
+        """When the loss scale grows next; None if it does not, or if that is not known.
+
+        Sync: two if the scale is on a device.
+        """
+        return self._probe.scale_growth()
 
     def findings(self) -> Findings:
         """Return the findings about the explained steps and the run, the most harmful first."""

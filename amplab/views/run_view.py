@@ -25,6 +25,7 @@ from amplab import kernels
 from amplab.display.html import page
 from amplab.display.text import escape
 from amplab.lab import ExperimentConfig, History, Run, Watch
+from amplab.lab.scale_growth import ScaleGrowth
 from amplab.lab.tasks import score_named
 from amplab.lab.watched_run import NO_LEVEL
 from amplab.policies import cpu_half_mode
@@ -70,6 +71,10 @@ class _FollowedRun:
     def loss_scale(self) -> float:
         last = self.history.last
         return 1.0 if last is None else last.next_loss_scale
+
+    @property
+    def scale_growth(self) -> ScaleGrowth | None:
+        return self._run.scale_growth if isinstance(self._run, Watch) else None
 
     @property
     def config(self) -> ScaleSetting:

@@ -1,13 +1,17 @@
 """A watched loop and a log on the dashboard's tabs, without a page."""
 
 import threading
+from contextlib import nullcontext
 
 import pytest
 import torch
 from torch import nn
 
 import amplab
+from amplab import amp
+from amplab.display.numbers import power
 from amplab.lab import Run, Watch, load_run
+from amplab.scalers import DynamicScale, floored
 from amplab.views import RunView
 from amplab.views.take_away import FILES
 
@@ -125,6 +129,143 @@ def test_the_scale_of_a_watched_loop_and_other_rules_over_it(tmp_path):
     log = RunView(load_run(watch.log_path))
     assert "is not known of this run" in asked(log, type="view", view="now")["growth"]["text"]
     log.close()
+
+
+class Loop:
+    """A model with a scaler of one kind, which may continue from the state of another one."""
+
+    def __init__(self, kind, **numbers):
+        torch.manual_seed(0)
+        self.model = nn.Linear(8, 2)
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.01)
+        self.kind, self.batch = kind, (torch.randn(16, 8), torch.arange(16) % 2)
+        if kind == "apex":
+            interval = numbers.get("growth_interval", 12)
+            options = {"opt_level": "O1", "loss_scale": "dynamic", "scale_window": interval, "verbosity": 0}
+            amp.initialize(self.model, self.optimizer, **options, dynamic_init_scale=numbers.get("init_scale", 2.0**16))
+            self.scaler = amp
+            return
+        scaler_type = torch.amp.GradScaler if kind == "torch" else amplab.GradScaler
+        self.scaler = scaler_type("cpu", **({} if "rule" in numbers else {"growth_interval": 12}) | numbers)
+
+    def scale(self):
+        return amp.default_session().loss_scale() if self.kind == "apex" else self.scaler.get_scale()
+
+    def steps(self, number, watch=None, backwards=1):
+        for _ in range(number):
+            self.optimizer.zero_grad()
+            for _ in range(backwards):
+                with nullcontext() if self.kind == "apex" else torch.autocast("cpu", dtype=torch.float16):
+                    loss = nn.functional.cross_entropy(self.model(self.batch[0]), self.batch[1])
+                loss = loss if watch is None else watch.loss(loss)
+                if self.kind == "apex":
+                    with amp.scale_loss(loss, self.optimizer) as scaled:
+                        scaled.backward()
+                else:
+                    self.scaler.scale(loss).backward()
+            if self.kind == "apex":
+                self.optimizer.step()
+            else:
+                self.scaler.step(self.optimizer)
+                self.scaler.update()
+
+    def steps_until_it_grows(self, watch, **options):
+        before, taken = self.scale(), 0
+        while self.scale() == before:
+            self.steps(1, watch, **options)
+            taken += 1
+            assert taken < 100
+        return taken
+
+
+def growth_told(watch):
+    """What the page says now of a loop that goes on."""
+    view = RunView(watch)
+    shown = asked(view, type="view", view="now")["growth"]
+    view.close()
+    return shown
+
+
+KINDS = ["apex", "amplab", "torch"]
+
+
+@pytest.fixture
+def no_session():
+    yield
+    amp.reset()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_resumed_watched_loop_grows_after_the_steps_that_are_told(kind, no_session):
+    before = Loop(kind, init_scale=2.0**10)
+    before.steps(7)
+    state = before.scaler.state_dict()
+    if kind == "apex":
+        amp.reset()
+    loop = Loop(kind)
+    loop.scaler.load_state_dict(state)
+    with amplab.watch(loop.model, loop.optimizer, scaler=loop.scaler) as watch:
+        for steps in (0, 2):
+            loop.steps(steps, watch)
+            told = growth_told(watch)
+        assert told["text"] == "Grows to 2¹¹ after 3 more steps without an overflow."
+        assert (told["counted"], told["interval"]) == (9, 12)
+        assert loop.steps_until_it_grows(watch) == 3
+        assert loop.scale() == 2.0**11
+
+
+@pytest.mark.parametrize("kind", ["amplab", "torch"])
+@pytest.mark.parametrize("interval", [9, 20])
+def test_a_window_that_the_loop_sets_is_told(kind, interval):
+    loop = Loop(kind)
+    with amplab.watch(loop.model, loop.optimizer, scaler=loop.scaler) as watch:
+        loop.steps(8, watch)
+        loop.scaler.set_growth_interval(interval)
+        told = growth_told(watch)
+        assert told["interval"] == watch.growth_interval == watch.observation.growth_interval == interval
+        assert told["text"].startswith(f"Grows to 2¹⁷ after {interval - 8} more step")
+        assert loop.steps_until_it_grows(watch) == interval - 8
+
+
+@pytest.mark.parametrize("kind", ["amplab", "torch"])
+@pytest.mark.parametrize("interval", [0, 5])
+def test_a_scale_that_does_not_grow_any_more_says_so(kind, interval):
+    """torch's scale does not grow where the count has passed a window that was made shorter."""
+    loop = Loop(kind)
+    with amplab.watch(loop.model, loop.optimizer, scaler=loop.scaler) as watch:
+        loop.steps(8, watch)
+        loop.scaler.set_growth_interval(interval)
+        assert "does not grow" in growth_told(watch)["text"]
+        loop.steps(20, watch)
+        assert loop.scale() == 2.0**16
+
+
+@pytest.mark.parametrize(
+    ("numbers", "grown", "steps"),
+    [
+        ({"growth_factor": 4.0}, "2¹⁸", 4),
+        ({"rule": DynamicScale(growth_interval=10)}, "2¹⁷", 2),
+        ({"rule": floored(DynamicScale(growth_interval=10, ceiling=2.0**16 * 1.5), 1.0)}, "98304", 2),
+    ],
+)
+def test_the_scale_to_which_a_watched_loop_grows_is_that_of_its_rule(numbers, grown, steps):
+    loop = Loop("amplab", **numbers)
+    with amplab.watch(loop.model, loop.optimizer, scaler=loop.scaler) as watch:
+        loop.steps(8, watch)
+        assert f"Grows to {grown} after {steps} more steps" in growth_told(watch)["text"]
+        assert loop.steps_until_it_grows(watch) == steps
+        assert power(loop.scale(), raised=True) == grown
+
+
+def test_each_backward_of_a_session_counts(no_session):
+    """As in apex: two backwards in a step take half of the steps."""
+    loop = Loop("apex")
+    with amplab.watch(loop.model, loop.optimizer, scaler=amp) as watch:
+        loop.steps(2, watch, backwards=2)
+        assert "after 4 more steps" in growth_told(watch)["text"]
+        assert loop.steps_until_it_grows(watch, backwards=2) == 4
+    amp.reset()
+    assert "is not known" in growth_told(watch)["text"]
 
 
 def test_a_watched_loop_can_be_taken_along(tmp_path):

@@ -1,4 +1,4 @@
-"""The tab of the loss scale: the growth counter is the session's own, the other rules are those of `replay`."""
+"""The tab of the loss scale: the scale grows when the page says so, the other rules are those of `replay`."""
 
 import json
 import time
@@ -6,60 +6,93 @@ import time
 import numpy as np
 import pytest
 
+from amplab.display.numbers import count, power
 from amplab.lab import ExperimentConfig, History, Trainer
-from amplab.lab.history import row_of
 from amplab.scalers import PUBLISHED_RULES, DynamicScale
-from amplab.views.tabs.scale_payload import OWN, clean_steps, dynamics, own_rule, what_if_payload
+from amplab.views.tabs.scale_payload import OWN, dynamics, own_rule, what_if_payload
 
 SMALL = ExperimentConfig(hidden=16, growth_interval=7)
 
 
-def session_counter(trainer: Trainer) -> int:
-    return trainer._run.experiment.session.state_dict()["loss_scaler0"]["unskipped"]
+CHANGES = {
+    "nothing": [20],
+    "a shorter window": [45, {"growth_interval": 20}],
+    "a window of half the count": [40, {"growth_interval": 20}],
+    "a longer window": [40, {"growth_interval": 100}],
+    "a static scale before": [{"loss_scale": 2.0**16}, 30, {"loss_scale": "dynamic"}],
+    "a dynamic scale at a level that has a static one": [30, {"opt_level": "O3"}, {"loss_scale": "dynamic"}],
+    "a level without a scale before": [{"opt_level": "O0"}, 30, {"opt_level": "O1"}],
+    "a level without a scale in between": [30, {"opt_level": "autocast-bf16"}, 20, {"opt_level": "O1"}],
+    "another level": [30, {"opt_level": "O2"}],
+    "another level that casts otherwise": [30, {"opt_level": "autocast-fp16"}],
+    "another first scale": [30, {"init_scale": 2.0**15}],
+    "another floor": [30, {"min_loss_scale": 2.0**10}],
+    "a higher ceiling": [{"max_loss_scale": 2.0**16}, 70, {"max_loss_scale": 2.0**24}],
+    "an overflow": [30, "overflow", 5],
+    "another rate and optimizer": [30, {"lr": 0.05}, {"optimizer": "adam"}, 3],
+}
+"""What is done to a run: steps, changes of its setting, faults."""
 
 
-def test_the_growth_counter_is_that_of_the_session() -> None:
-    trainer = Trainer(SMALL)
-    for what in ("", "overflow", "", "O2", "", "lr", "overflow", ""):
-        if what in ("overflow",):
+def growth_of(trainer: Trainer) -> dict:
+    return dynamics(trainer.history, trainer.config, trainer.loss_scale, trainer.scale_growth)["growth"]
+
+
+def steps_until_it_doubles(trainer: Trainer, most: int = 200) -> int:
+    """Train until the scale is twice what it is now; return the number of steps."""
+    scale = trainer.loss_scale
+    for step in range(1, most):
+        trainer.run(1)
+        assert trainer.loss_scale >= scale, "an overflow"
+        if trainer.loss_scale == 2 * scale:
+            return step
+    raise AssertionError(f"it did not grow in {most} steps")
+
+
+@pytest.mark.parametrize("done", CHANGES.values(), ids=CHANGES)
+def test_the_scale_doubles_after_the_steps_that_are_told(done: list) -> None:
+    trainer = Trainer(ExperimentConfig(hidden=16))
+    for what in done:
+        if isinstance(what, int):
+            trainer.run(what)
+        elif isinstance(what, str):
             trainer.inject(what)
-        elif what == "O2":
-            trainer.change(opt_level="O2")
-        elif what == "lr":
-            trainer.change(lr=0.01)
-        for _ in range(5):
-            trainer.run(1)
-            assert clean_steps(trainer.history) == session_counter(trainer), f"after {what}"
-    trainer.change(init_scale=2.0**10)  # a new scale: the count starts again
-    trainer.run(3)
-    assert clean_steps(trainer.history) == session_counter(trainer) == 3
-    payload = dynamics(trainer.history, trainer.config, trainer.loss_scale)
-    assert payload["growth"] == {
-        "counted": 3,
-        "interval": 7,
-        "text": "Grows to 2¹¹ after 4 more steps without an overflow.",
-    }
+        else:
+            trainer.change(**what)
+    trainer.wait()
+    told, scale = growth_of(trainer), trainer.loss_scale
+    left = steps_until_it_doubles(trainer)
+    grown, steps = power(2 * scale, raised=True), count(left, "more step")
+    assert told["text"] == f"Grows to {grown} after {steps} without an overflow."
+    assert told["interval"] - told["counted"] == left
+    trainer.stop()
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_the_lowest_of_several_scales_doubles_after_the_steps_that_are_told(accumulate: int) -> None:
+    """Two of the three losses share an optimizer: each of their backwards counts, also those of one step."""
+    trainer = Trainer(
+        ExperimentConfig(task="gan", model="dcgan", hidden=4, batch_size=16, growth_interval=21, accumulate=accumulate)
+    )
     trainer.run(4)
-    assert trainer.loss_scale == 2.0**11
-
-
-@pytest.mark.parametrize("moved", [None, 3, 70_000, 139_999])
-def test_the_growth_counter_is_that_of_all_steps_of_a_long_run(record, moved: int | None) -> None:
-    history = History()
-    for step in range(140_000):
-        history.append_row(row_of(record(step, skipped=step == moved)))
-    assert clean_steps(history) == (140_000 if moved is None else 139_999 - moved)
+    trainer.inject("overflow")  # in the first loss
+    trainer.run(6)
+    told = growth_of(trainer)
+    left = steps_until_it_doubles(trainer)
+    assert f"after {count(left, 'more step')}" in told["text"]
+    assert told["interval"] - told["counted"] == left
+    trainer.stop()
 
 
 def test_a_static_scale_and_a_ceiling_say_so() -> None:
     trainer = Trainer(SMALL.changed(loss_scale=128.0))
     trainer.run(2)
-    assert "static, 2⁷" in dynamics(trainer.history, trainer.config, trainer.loss_scale)["growth"]["text"]
+    assert "static, 2⁷" in growth_of(trainer)["text"]
     trainer = Trainer(SMALL.changed(max_loss_scale=2.0**16))
     trainer.run(9)
-    growth = dynamics(trainer.history, trainer.config, trainer.loss_scale)["growth"]
+    growth = growth_of(trainer)
     assert "ceiling, 2¹⁶" in growth["text"]
-    assert growth["counted"] == session_counter(trainer) == 2
+    assert growth["counted"] == 2
 
 
 def test_memory_is_shown_by_kind_and_rates_do_not_show_a_pause(record) -> None:
@@ -67,7 +100,7 @@ def test_memory_is_shown_by_kind_and_rates_do_not_show_a_pause(record) -> None:
     trainer.run(30)
     trainer.change(opt_level="O2")
     trainer.run(5)
-    payload = dynamics(trainer.history, trainer.config, trainer.loss_scale)
+    payload = dynamics(trainer.history, trainer.config, trainer.loss_scale, trainer.scale_growth)
     json.dumps(payload)
     kinds = {kind["name"]: kind["values"] for kind in payload["memory"]["kinds"]}
     assert kinds["masters"][0] == 0 < kinds["masters"][-1]
@@ -75,7 +108,7 @@ def test_memory_is_shown_by_kind_and_rates_do_not_show_a_pause(record) -> None:
     history = History()
     for step in range(400):  # a pause of 60 s in the middle
         history.append(record(step, seconds=0.01 * step + 60.0 * (step >= 200)))
-    rates = dynamics(history, SMALL, 1.0)["rate"]["values"]
+    rates = dynamics(history, SMALL, 1.0, None)["rate"]["values"]
     assert rates == pytest.approx([100.0] * len(rates), rel=1e-3)
 
 
@@ -154,4 +187,4 @@ def test_a_rule_that_cannot_be_is_refused_by_its_label(rule, said) -> None:
 
 
 def test_an_empty_run_has_a_payload() -> None:
-    json.dumps([dynamics(History(), SMALL, 1.0), what_if_payload(History(), DynamicScale())])
+    json.dumps([dynamics(History(), SMALL, 1.0, None), what_if_payload(History(), DynamicScale())])

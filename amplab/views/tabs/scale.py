@@ -82,7 +82,7 @@ class ScaleTab(Tab):
         history = self.trainer.history
         payload: dict[str, Any] = {"view": self._view, "rule": self._asked, "refusal": self._refusal}
         if self._view == "now":
-            payload |= dynamics(history, self.trainer.config, self.trainer.loss_scale)
+            payload |= dynamics(history, self.trainer.config, self.trainer.loss_scale, self.trainer.scale_growth)
         else:
             began = time.monotonic()
             payload |= what_if_payload(history, self._rule)

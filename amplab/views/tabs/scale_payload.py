@@ -17,6 +17,7 @@ from amplab.amp import MemoryUse
 from amplab.display.numbers import count, percent, power
 from amplab.formats import FLOAT16
 from amplab.lab import GradientSample, History
+from amplab.lab.scale_growth import ScaleGrowth
 from amplab.lab.thinning import extreme_rows
 from amplab.scalers import PUBLISHED_RULES, DynamicScale, ScalePath, ScaleState, steps_lost
 
@@ -24,7 +25,6 @@ __all__ = [
     "OWN",
     "FollowedScale",
     "ScaleSetting",
-    "clean_steps",
     "dynamics",
     "nearest_exponent",
     "own_rule",
@@ -42,7 +42,6 @@ _SKIPS = 150  # marks on one line
 _SAMPLES = 40  # histograms from which the lost gradients are estimated
 _RATES = 80  # points of steps/s
 _MOST_TIMED = 256  # steps whose median time is one of these points
-_BLOCK = 2**16  # steps that are read together
 
 
 class ScaleSetting(Protocol):
@@ -83,17 +82,18 @@ class FollowedScale:
 # How the scale moves now
 
 
-def dynamics(history: History, config: ScaleSetting, scale: float) -> dict[str, Any]:
+def dynamics(history: History, config: ScaleSetting, scale: float, growth: ScaleGrowth | None) -> dict[str, Any]:
     """Return the figures and the two series of the tab.
 
     Args:
         history: The run.
         config: The setting in effect.
         scale: Scale that the next step will use.
+        growth: When it grows, as what moves it says; None if that is not known, as of a run from a log.
     """
     rate, memory = _rates(history), _memory(history)
     return {
-        "growth": _growth(history, config, scale),
+        "growth": _growth(config, scale, growth),
         "skips": _skips(history),
         "rate": rate,
         "memory": memory,
@@ -101,39 +101,30 @@ def dynamics(history: History, config: ScaleSetting, scale: float) -> dict[str, 
     }
 
 
-def clean_steps(history: History) -> int:
-    """Return the number of steps since the scale last moved or a step was skipped."""
-    total = end = len(history)
-    for start in reversed(range(0, total, _BLOCK)):
-        first = max(start - 1, 0)
-        rows = slice(first, end)
-        skipped, used, following = (history.column(name, rows) for name in ("skipped", "loss_scale", "next_loss_scale"))
-        moved = np.flatnonzero(skipped | (following != used)) + 1
-        set_anew = np.flatnonzero(used[1:] != following[:-1]) + 1  # as by a changed config: counted from this step on
-        if len(moved) or len(set_anew):
-            return total - first - int(max(*moved[-1:], *set_anew[-1:], 0))
-        end = start
-    return total
-
-
-def _growth(history: History, config: ScaleSetting, scale: float) -> dict[str, Any]:
+def _growth(config: ScaleSetting, scale: float, growth: ScaleGrowth | None) -> dict[str, Any]:
     """The steps that are counted, the interval, and both in words."""
     if not config.is_dynamic:
         text = f"The scale is static, {power(scale, raised=True)}: no step is skipped, and it does not grow."
         return {"counted": None, "interval": None, "text": text}
-    interval = config.growth_interval
-    if interval is None:
-        text = f"The next step uses {power(scale, raised=True)}. When the scale grows is not known of this run."
-        return {"counted": None, "interval": None, "text": text}
-    counted = clean_steps(history) % interval  # at the ceiling the count starts again without a growth
-    left = interval - counted
+    if growth is None or not growth.interval:
+        return {"counted": None, "interval": None, "text": _growth_words(scale, growth)}
+    return {"counted": growth.clean_steps, "interval": growth.interval, "text": _growth_words(growth.scale, growth)}
+
+
+def _growth_words(scale: float, growth: ScaleGrowth | None) -> str:
+    """Say when a dynamic scale grows."""
+    now = power(scale, raised=True)
     if scale == 0:
-        text = "The scale is 0, and stays 0: it was halved until no number was left, and each loss is multiplied by 0."
-    elif config.max_loss_scale is not None and scale >= config.max_loss_scale:
-        text = f"The scale is at its ceiling, {power(scale, raised=True)}; an overflow halves it."
-    else:
-        text = f"Grows to {power(2 * scale, raised=True)} after {count(left, 'more step')} without an overflow."
-    return {"counted": counted, "interval": interval, "text": text}
+        return "The scale is 0, and stays 0: it was halved until no number was left, and each loss is multiplied by 0."
+    if growth is None:
+        return f"The next step uses {now}. When the scale grows is not known of this run."
+    if not growth.interval:
+        return f"The scale, {now}, does not grow; an overflow lowers it."
+    if growth.grown <= scale:
+        return f"The scale is at its ceiling, {now}; an overflow halves it."
+    if growth.left is None:  # its window was made shorter
+        return f"The scale, {now}, does not grow before an overflow: more steps are counted than its window has."
+    return f"Grows to {power(growth.grown, raised=True)} after {count(growth.left, 'more step')} without an overflow."
 
 
 def _skips(history: History) -> str:
