@@ -6,7 +6,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from amplab.formats import exponent_histogram
+from amplab.display.numbers import percent
+from amplab.formats import FLOAT16, exponent_histogram
 from amplab.lab import ExperimentConfig, GradientRecord, History, Trainer
 from amplab.views.tabs.gradients_payload import (
     HIGH,
@@ -161,6 +162,25 @@ def test_a_long_heat_map_keeps_the_worst_and_stays_small(run: History) -> None:
     assert len(drawn["steps"]) == 120
     assert (len(drawn["layers"]), drawn["left_out"]) == (40, 60)
     assert max(drawn["overflow"][drawn["layers"].index("layer77.weight")]) == 100.0
+
+
+def test_one_scale_holds_for_all_that_a_selected_step_shows() -> None:
+    """Step 44 used another scale than step 40, the nearest one whose gradients are stored."""
+    trainer = Trainer(ExperimentConfig(hidden=16, loss_scale=2.0**-12))
+    trainer.run(41)
+    trainer.change(loss_scale=1.0)
+    trainer.run(5)
+    stored = [each for each in trainer.history.gradient_samples if each.step == 40]
+    of_40, of_44 = (stored_payload(trainer.history, step) for step in (40, 44))
+    for name in ("layers", "curves", "description"):
+        assert of_44[name] == of_40[name]
+    assert of_40["summary"].startswith("Selected step 40, scale 2⁻¹²: flushed")
+    nearest = "histogram of step 40, the nearest that is stored, at the scale of that step; step 44 used the scale 1"
+    assert of_44["summary"] == of_40["summary"].replace("step 40,", f"step 44 ({nearest}),")
+    lost_of_layers = [each.underflow for each in stored[0].layers]
+    assert min(lost_of_layers) <= stored[0].histogram.lost_share(2.0**-12, FLOAT16) <= max(lost_of_layers)
+    assert f"{percent(stored[0].histogram.shifted(-12).underflow_fraction(FLOAT16))} scaled" in of_44["summary"]
+    trainer.stop()
 
 
 def test_a_selected_step_shows_what_was_stored_nearest_at_its_own_scale(run: History) -> None:

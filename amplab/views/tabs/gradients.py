@@ -1,7 +1,7 @@
 """The tab of gradients: their exponents against the range of float16, now or at the selected step.
 
 Those of the present step are requested once a second while the tab is open, and not while a step is selected: the run
-cannot go back, so a selected step shows the nearest stored histogram, at the scale that the step used.
+cannot go back, so a selected step shows the nearest stored histogram, at the scale of the step that it is of.
 """
 
 from __future__ import annotations

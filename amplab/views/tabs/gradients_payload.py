@@ -61,7 +61,9 @@ def gradients_payload(record: GradientRecord, history: History) -> dict[str, obj
 
 
 def stored_payload(history: History, step: int, *, named: str = "Selected step") -> dict[str, object] | None:
-    """Return what the tab shows for one step, named so: the nearest stored histogram, at the scale of the step.
+    """Return what the tab shows for one step, named so: the nearest stored histogram.
+
+    All of it is at the scale of the step whose histogram it is: what each layer loses is stored for this scale only.
 
     Returns:
         None if the run has no such step, or no histogram.
@@ -72,8 +74,9 @@ def stored_payload(history: History, step: int, *, named: str = "Selected step")
     if row == len(steps) or not samples:
         return None
     sample = min(samples, key=lambda each: abs(each.step - step))
-    scale = history.record(row).loss_scale
-    when = "" if sample.step == step else f" (histogram of step {sample.step:,}, the nearest that is stored)"
+    scale, used = sample.loss_scale, history.record(row).loss_scale
+    other = f", at the scale of that step; step {step:,} used the scale {power(used, raised=True)}" if used != scale else ""
+    when = "" if sample.step == step else f" (histogram of step {sample.step:,}, the nearest that is stored{other})"
     return {
         "summary": f"{named} {step:,}{when}, scale {power(scale, raised=True)}: {_lost(sample.histogram, scale)}",
         "fits": fitting_words(history),
