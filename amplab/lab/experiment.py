@@ -468,7 +468,7 @@ class Experiment:
         missing = experiment._own.load(extra)
         experiment.left_out = (*extra.get("left_out", ()), *unregistered, *missing)
         experiment._began = time.perf_counter() - extra["seconds"]
-        experiment._limiting = experiment._lowest_scale()
+        experiment._limiting, experiment._memory = experiment._lowest_scale(), experiment._session.memory()
         for fault in extra["armed"]:
             experiment.inject(fault, on=True)
         return experiment, extra
@@ -721,7 +721,7 @@ class Experiment:
         """Return the last measured bytes of parameters, gradients, masters and optimizer state.
 
         They are measured just before the optimizer's step, when the gradients exist: in the two steps after a change
-        and every 25 steps.
+        and every 25 steps. Those of a loaded experiment are without gradients until its first step.
         """
         return self._memory
 

@@ -322,6 +322,19 @@ def test_memory_counts_bytes_where_gradients_are(level, parameters, gradients, m
 
 
 @pytest.mark.parametrize("level", ["O1", "O2"])
+def test_a_loaded_experiment_tells_its_memory_and_its_growth_before_a_step(level, tmp_path):
+    experiment = Experiment(replace(SMALL, opt_level=level, optimizer="adam"))
+    steps(experiment, 3)
+    experiment.save(tmp_path / "run", {})
+    loaded, _ = Experiment.load(tmp_path / "run")
+    held = [value for each in loaded.optimizers for state in each.state.values() for value in state.values()]
+    assert loaded.memory().optimizer_state == sum(value.nbytes for value in held) > 0
+    assert loaded.memory().parameters == sum(weight.nbytes for weight in loaded.model.parameters())
+    assert loaded.scale_growth == experiment.scale_growth
+    assert loaded.scale_growth.clean_steps == 3
+
+
+@pytest.mark.parametrize("level", ["O1", "O2"])
 def test_a_skip_by_the_scale_is_explained(level):
     experiment = Experiment(replace(SMALL, opt_level=level, init_scale=2.0**24))
     assert experiment.explain_skip() is None
