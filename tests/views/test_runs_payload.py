@@ -9,7 +9,8 @@ import torch
 from torch import nn
 
 from amplab.diagnose import twin
-from amplab.lab import ExperimentConfig, Trainer, run_status
+from amplab.display.numbers import size
+from amplab.lab import ExperimentConfig, Failed, Trainer, run_status
 from amplab.lab.run_status import Measured
 from amplab.lab.tasks import task_choice
 from amplab.views import Dashboard
@@ -209,6 +210,22 @@ def test_the_setting_of_a_kept_run_is_restored_in_place_or_by_a_reset(lab: Dashb
     until(lambda: trainer.config == ExperimentConfig(hidden=16, opt_level="O2", lr=0.5))
     tell(panels, tab="runs", type="continue", number=1)
     until(lambda: len(trainer.history) == 3 and trainer.present_name == "Run 1")
+
+
+def test_a_model_whose_step_is_refused_has_no_bytes_of_the_one_before(lab: Dashboard, until) -> None:
+    trainer, panels, failures = lab.trainer, lab._presenter.parts.panels, []
+
+    def present() -> dict:
+        return panels.shown("runs").get("rows", [{"activations": "–"}])[0]
+
+    until(lambda: present()["activations"] != "–")
+    trainer.subscribe(lambda event: failures.append(event.text) if isinstance(event, Failed) else None)
+    trainer.reset(ExperimentConfig(task="even-bce", model="even-mlp"))  # of a loss that O1 refuses
+    until(lambda: any("activations failed" in text for text in failures))
+    until(lambda: present()["parameters"] == size(trainer.memory().parameters))
+    until(lambda: present()["activations"] == "–")
+    trainer.reset(ExperimentConfig(task="even-bce", model="even-mlp", opt_level="O0"))
+    until(lambda: present()["activations"] != "–")
 
 
 def test_the_twin_of_the_page(lab: Dashboard, until) -> None:

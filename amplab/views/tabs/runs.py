@@ -66,8 +66,9 @@ class RunsTab(Tab):
         """Draw the table if something in it has changed; only its count while the tab is closed."""
         trainer = self.trainer
         if self.is_shown and self._counted != trainer.config:
-            self._counted = trainer.config
+            self._counted, self._activations = trainer.config, None  # none if they cannot be counted
             trainer.request_activations()
+            self._pace.forget()
         steps = len(trainer.history) if self.is_shown or trainer.state != "running" else 0
         if self._pace.is_due((trainer.kept.version, trainer.comparison, self.is_shown, steps, self._answers)):
             shown = runs_payload(trainer, refusal=self._refusal, activations=self._activations)
