@@ -9,6 +9,7 @@ import pytest
 from amplab.display.numbers import count, power
 from amplab.lab import ExperimentConfig, History, Trainer
 from amplab.scalers import PUBLISHED_RULES, DynamicScale
+from amplab.views import Dashboard
 from amplab.views.tabs.scale_payload import OWN, dynamics, own_rule, what_if_payload
 
 SMALL = ExperimentConfig(hidden=16, growth_interval=7)
@@ -133,6 +134,30 @@ def test_each_rule_has_the_skips_and_the_lost_steps_of_the_replay(run: History) 
         drawn = dict(runs[name]["corners"])
         assert all(2.0 ** drawn[step] == expected.scales[step] for step in drawn)
     assert runs["recorded"]["skips"] == [record.step for record in run.skips()]
+
+
+def test_your_rule_has_the_bounds_of_the_present_setting(wire: list[dict], until) -> None:
+    """Also after a live change of them; the oracle is a replay of a rule with these bounds."""
+    setting = ExperimentConfig(hidden=16, init_scale=2.0**4, growth_interval=5, max_loss_scale=2.0**6)
+    trainer = Trainer(setting)
+    lab = Dashboard(trainer)
+    panels = lab._presenter.parts.panels
+    lab._presenter.parts.live._handle_custom_msg({"type": "hello", "view": "a"}, [])
+    panels.tab = "scale"
+    panels._handle_custom_msg({"tab": "scale", "type": "view", "view": "whatif"}, [])
+    history = trainer.run(40)
+
+    def last_scale() -> str | None:
+        shown = panels.shown("scale")
+        return next((run["last"] for run in shown.get("runs", ()) if run["name"] == OWN), None)
+
+    for ceiling in (2.0**6, 2.0**8, 2.0**5):
+        trainer.change(max_loss_scale=ceiling)
+        bounded = DynamicScale(init_scale=2.0**4, growth_interval=5, ceiling=ceiling)
+        expected = power(history.replay(bounded).scales[-1], raised=True)
+        until(lambda expected=expected: last_scale() == expected)
+    lab.close()
+    trainer.stop()
 
 
 def test_a_rule_that_the_record_does_not_decide_is_shown_as_a_guess() -> None:

@@ -67,14 +67,15 @@ class ScaleTab(Tab):
         config = self.trainer.config
         init = nearest_exponent(config.init_scale)
         self._asked: dict[str, Any] = {"init": init, "window": config.growth_interval or _WINDOW, "backoff": 0.5}
-        self._rule = own_rule(config, **self._asked)
+        self._used = self._asked  # the last ones that are allowed
         self._refusal: str | None = None
 
     def _take(self, message: Message) -> None:
         """Use the rule of a message, or say why it is none."""
         self._asked = {name: message[name] for name in self._asked}
         try:
-            self._rule, self._refusal = own_rule(self.trainer.config, **self._asked), None
+            own_rule(self.trainer.config, **self._asked)
+            self._used, self._refusal = self._asked, None
         except (TypeError, ValueError) as refusal:
             self._refusal = str(refusal) if isinstance(refusal, ValueError) else "Enter a number in each field."
 
@@ -85,6 +86,6 @@ class ScaleTab(Tab):
             payload |= dynamics(history, self.trainer.config, self.trainer.loss_scale, self.trainer.scale_growth)
         else:
             began = time.monotonic()
-            payload |= what_if_payload(history, self._rule)
+            payload |= what_if_payload(history, own_rule(self.trainer.config, **self._used))
             self._slow.period = max(WHAT_IF_PERIOD, (time.monotonic() - began) / WHAT_IF_SHARE)
         self.show(payload)
