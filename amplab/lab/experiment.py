@@ -188,7 +188,7 @@ class Experiment:
         self._initialize(config)
         own_model = self._model if self._is_own else None
         self._own = OwnChanges(own_model, self._task, lambda: self._optimizers, self._kept_tensors)
-        self._limiting = self._lowest_scale()
+        self._lowest = self._lowest_scale()
         self._memory = self._session.memory()
         self._measure_memory_until = 2  # the optimizers create their state in their first step
         self._step = 0
@@ -251,12 +251,12 @@ class Experiment:
     @property
     def loss_scale(self) -> float:
         """The scale that the next step will use, of several the lowest; readable from any thread."""
-        return self._limiting[2].scale
+        return self._lowest[2].scale
 
     @property
     def scale_growth(self) -> ScaleGrowth | None:
         """When that scale grows next; None if it is static; readable from any thread."""
-        loss_id, rule, state = self._limiting
+        loss_id, rule, state = self._lowest
         return growth_of_rule(rule, state, backwards=self._backwards(loss_id))
 
     @property
@@ -309,7 +309,7 @@ class Experiment:
         self._last = record
         if record.skipped and self._given is None and self._exchange is None:  # a rank cannot run again by itself
             self._past.keep(self._weights(), is_same=was_skipped and len(self._optimizers) == 1, make=self._past_skip)
-        self._limiting = self._lowest_scale()
+        self._lowest = self._lowest_scale()
         self._faults = after_step(self._faults)
         self._step += 1
         self.phase = ""
@@ -386,7 +386,7 @@ class Experiment:
         self._last = None
         if needs_new_session(old, config):
             self._switch_session(old, config)
-            self._limiting = self._lowest_scale()
+            self._lowest = self._lowest_scale()
             self._measure_memory_until = self._step + 2
             self._rerun = self._new_rerun()  # of the level's buffers
         if old.accumulate != config.accumulate:
@@ -468,7 +468,7 @@ class Experiment:
         missing = experiment._own.load(extra)
         experiment.left_out = (*extra.get("left_out", ()), *unregistered, *missing)
         experiment._began = time.perf_counter() - extra["seconds"]
-        experiment._limiting, experiment._memory = experiment._lowest_scale(), experiment._session.memory()
+        experiment._lowest, experiment._memory = experiment._lowest_scale(), experiment._session.memory()
         for fault in extra["armed"]:
             experiment.inject(fault, on=True)
         return experiment, extra

@@ -75,7 +75,8 @@ def stored_payload(history: History, step: int, *, named: str = "Selected step")
         return None
     sample = min(samples, key=lambda each: abs(each.step - step))
     scale, used = sample.loss_scale, history.record(row).loss_scale
-    other = f", at the scale of that step; step {step:,} used the scale {power(used, raised=True)}" if used != scale else ""
+    of_step = f"step {step:,} used the scale {power(used, raised=True)}"
+    other = "" if used == scale else f", at the scale of that step; {of_step}"
     when = "" if sample.step == step else f" (histogram of step {sample.step:,}, the nearest that is stored{other})"
     return {
         "summary": f"{named} {step:,}{when}, scale {power(scale, raised=True)}: {_lost(sample.histogram, scale)}",
