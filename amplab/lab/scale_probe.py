@@ -61,7 +61,7 @@ class ScaleProbe:
         dynamic: whether the scale changes.
         opt_level: of a session, else `NO_LEVEL`.
         amp: the session or the scaler itself, None without either.
-        waits_for_forward: whether `at_forward` does anything.
+        waits_for_forward: whether `at_forward` ends a step.
     """
 
     kind = "none"
@@ -70,7 +70,7 @@ class ScaleProbe:
     amp: Session | torch.amp.GradScaler | None = None
     waits_for_forward = False
     _report: Report | None = None
-    _waiting: ScaledStep | None = None
+    _waiting: ScaledStep | ScaleRecord | None = None
 
     def follow(self, optimizer: Optimizer, report: Report) -> Callable[[], None]:
         """Call `report` after every step; return a function that ends this."""
@@ -98,7 +98,8 @@ class ScaleProbe:
         return False
 
     def at_forward(self) -> None:
-        """Note that the next iteration may start."""
+        """Note that the next iteration may start, before its loss is known."""
+        self._hand_over()
 
     def _hand_over(self) -> None:
         """Report the step that is over, if an interrupt has not let that happen."""
@@ -176,9 +177,9 @@ class _Calls:
         in_first: whether one was in the iteration whose record the probe keeps; further iterations may have followed.
     """
 
-    def __init__(self) -> None:
-        self.count, self.in_first = 0, False
-        self._found_inf: Tensor | None = None
+    count = 0
+    in_first = False
+    _found_inf: Tensor | None = None
 
     def see(self, optimizer: Optimizer, *_: object) -> None:
         """Called after the optimizer's step, which has ``found_inf`` while it runs if it is fused."""
@@ -195,24 +196,32 @@ class _AmplabProbe(ScaleProbe):
 
     def __init__(self, scaler: GradScaler) -> None:
         self._scaler = self.amp = scaler
-        self._rows = scaler._per_optimizer_states  # of this iteration; `update` replaces it
-        self._calls = _Calls()
+        self._calls, self._rows = _Calls(), scaler._per_optimizer_states  # of the iteration of these calls
+        self._heard = scaler._updated  # the iteration that was reported last
 
     def _see_call(self, optimizer: Optimizer, *_: object) -> None:
+        rows = self._scaler._per_optimizer_states
+        if rows is not self._rows:  # `update` replaces it, and so does the beginning after an iteration given up
+            self._calls, self._rows = _Calls(), rows
         self._calls.see(optimizer)
 
     def follow(self, optimizer: Optimizer, report: Report) -> Callable[[], None]:
-        self._rows = self._scaler._per_optimizer_states
+        self._report = report
 
         def hear(record: ScaleRecord) -> None:
-            calls, row = self._calls, self._rows.get(id(optimizer), {})
+            if self._waiting is not None:
+                self._hand_over()
+            rows = self._scaler._updated
+            if rows is self._heard:  # the record of another loss
+                return
+            calls, row = self._calls if rows is self._rows else _Calls(), rows.get(id(optimizer), {})
             # The record is of the last step, which may be that of another optimizer.
             skipped = record.found_inf and calls.found_inf() if calls.count else row.get("verdict", False)
             if skipped is not record.skipped:
                 record = replace(record, skipped=skipped, first_nonfinite=None)
-            if calls.count or skipped:  # an update that sets the scale is not a step
-                report(record)
-            self._calls, self._rows = _Calls(), self._scaler._per_optimizer_states
+            done = record if calls.count or skipped else None  # an update that sets the scale is not a step
+            self._waiting, self._heard = done, rows  # one line without a call: CPython lets no interrupt in between
+            self._hand_over()
 
         ends = (
             self._scaler.subscribe(unless_undone(hear)),
@@ -220,6 +229,7 @@ class _AmplabProbe(ScaleProbe):
         )
 
         def end() -> None:
+            self._hand_over()
             for each in ends:
                 each()
 

@@ -242,3 +242,37 @@ def test_a_forward_between_step_and_update_ends_no_step(scaler_type):
             scaler.update()
     assert [record.skipped for record in w.history.records()] == [step in (2, 3, 6) for step in range(8)]
     assert list(w.history.column("next_loss_scale")) == [1024.0] * 2 + [512.0] + [256.0] * 3 + [128.0] * 2
+
+
+@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
+@pytest.mark.parametrize("after", ["unscale_", "step"])
+def test_an_iteration_that_was_given_up_leaves_the_next_skip_as_it_is(after, error, fused):
+    """Iteration 1 runs out of memory, or is interrupted, in a function; the loop goes on, and iteration 2 overflows."""
+    torch.manual_seed(0)
+    model = nn.Linear(16, 4)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, fused=fused)
+    scaler, seen = amplab.GradScaler("cpu", init_scale=1024.0), []
+
+    def train_step(number, x, y):
+        optimizer.zero_grad()
+        loss = F.cross_entropy(model(x), y) * (float("inf") if number == 2 else 1.0)
+        scaler.scale(w.loss(loss)).backward()
+        scaler.unscale_(optimizer)
+        if (number, after) == (1, "unscale_"):
+            raise error
+        scaler.step(optimizer)
+        if (number, after) == (1, "step"):
+            raise error
+        scaler.update()
+
+    with watch(model, optimizer, scaler=scaler) as w:
+        for number, batch in enumerate(BATCHES[:5]):
+            scale, weight = scaler.get_scale(), model.weight.detach().clone()
+            try:
+                train_step(number, *batch)
+            except (RuntimeError, KeyboardInterrupt):
+                continue
+            seen.append((scale, scaler.get_scale(), torch.equal(weight, model.weight)))
+    assert [(each.loss_scale, each.next_loss_scale, each.skipped) for each in w.history.records()] == seen
+    assert [skipped for *_, skipped in seen] == [False, True, False, False]

@@ -61,7 +61,17 @@ __all__ = ["GradScaler"]
 
 _NUMBERS = (2.0**16, 2.0, 0.5, 2000)
 _NOT_SAVED = frozenset(
-    ("_known", "_done", "_unfinished", "_by_loss", "_before_interrupt", "_last", "_collapse", "_subscribers")
+    (
+        "_known",
+        "_done",
+        "_unfinished",
+        "_by_loss",
+        "_before_interrupt",
+        "_updated",
+        "_last",
+        "_collapse",
+        "_subscribers",
+    )
 )
 
 
@@ -166,6 +176,7 @@ class GradScaler(torch.amp.GradScaler):
         self._unfinished = UnfinishedIteration()
         self._by_loss = FoundByLoss()
         self._before_interrupt: list[Row] = []  # of iterations that had no update
+        self._updated: dict[int, Row] = {}  # of the iteration that the last update has ended
         self._last: StepReport | StepOutcome = NO_STEP_YET
         self._collapse = ScaleCollapse()
         self._subscribers = ScaleSubscribers()
@@ -479,6 +490,7 @@ class GradScaler(torch.amp.GradScaler):
         verdict = verdict_of(checked.values())
         if self._by_loss and verdict:
             verdict = None  # which loss overflowed is known on the device only
+        self._updated = self._per_optimizer_states
         self._per_optimizer_states = defaultdict(_refresh_per_optimizer_state)  # so that no scale moves twice
         self._by_loss, self._before_interrupt = FoundByLoss(), []
         self._unfinished.called_by(None)
