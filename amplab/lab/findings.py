@@ -62,9 +62,9 @@ def observed_run(
         for taken in history.gradient_samples
         if taken.step >= since
     }
-    # The lab unscales the gradients of each loss before it adds them, so different scales do no harm there.
-    own = isinstance(config, ExperimentConfig)
-    mixed = {} if own else {each.step: each.scales for each in history.mixed_scales}
+    scaling, level = _scaling(config)
+    # A session unscales the gradients of each loss before it adds them, so different scales do no harm there.
+    mixed = {} if scaling == "apex" else {each.step: each.scales for each in history.mixed_scales}
     missing = history.missing_losses(start)
     norms, rates = norms or {}, rates or {}
 
@@ -82,7 +82,6 @@ def observed_run(
             backward_scales=mixed.get(record.step, ()),
         )
 
-    scaling, level = _scaling(config)
     changes = _is_dynamic(config) if dynamic is None else dynamic
     return Observation(tuple(map(observed, records)), growth_interval, changes, scaling, level)
 

@@ -15,8 +15,8 @@ torch's scaler has no hook, and it does not call an optimizer whose step it skip
 iteration, which ``update`` replaces and the probe keeps. If one batch has several steps, the probe keeps the record of
 the first; a later skip is counted if the optimizer was called at least twice and the scale fell by a power of the
 backoff factor. After a single call such a fall may also be the loop's own ``update(new_scale)``. The scale is read once
-per step, so only amplab's scaler reports the scales of several backwards of one step. A session unscales the gradients
-of each backward before it adds them, so that different scales do not mix.
+per step, so only a session and amplab's scaler report the scales of several backwards of one step. A session unscales
+the gradients of each backward before it adds them, so that different scales do no harm.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from torch import Tensor
 from torch.amp.grad_scaler import OptState
 from torch.optim import Optimizer
 
-from amplab.amp import GradScaler, ScaleRecord, Session, default_session
+from amplab.amp import GradScaler, ScaleRecord, Session, StepOutcome, default_session
 from amplab.lab.scale_growth import ScaleGrowth, growth_of_rule, growth_of_saved, interval_of
 from amplab.lab.watched_run import NO_LEVEL
 from amplab.trace.untouched import observing_steps, unless_undone
@@ -116,12 +116,15 @@ class _ApexProbe(ScaleProbe):
         self.dynamic = session.scalers[0].dynamic
         self._backwards = 1  # of the first loss in the last step: each moves its scale
         self.opt_level = session.opt_level or NO_LEVEL
-        self._records: list[ScaleRecord] = []  # one for each backward since the last step
+        self._records: list[ScaleRecord] = []  # one for each backward of the optimizer since its last step
+        self._scales: dict[int, float] = {}  # of the next loss, by the number of its scaler
+        self._done: tuple[list[ScaleRecord], StepOutcome] | None = None  # the records and the outcome of a step
 
     def follow(self, optimizer: Optimizer, report: Report) -> Callable[[], None]:
         self._report = report
         ends = [
-            self._session.subscribe(unless_undone(self._see_record)),
+            self._session.subscribe(unless_undone(self._see_scale)),
+            self._session.subscribe(unless_undone(self._see_record), optimizer),
             optimizer.register_step_post_hook(observing_steps(self._see_step)).remove,
         ]
 
@@ -150,23 +153,41 @@ class _ApexProbe(ScaleProbe):
     def found_inf(self) -> bool:
         return any(record.found_inf for record in self._records)
 
+    def _see_scale(self, record: ScaleRecord) -> None:
+        self._scales[record.loss_id] = record.next_loss_scale
+
     def _see_record(self, record: ScaleRecord) -> None:
         self._records.append(record)
 
     def _see_step(self, optimizer: Optimizer, *_: object) -> None:
         self._hand_over()
-        done = self._scaled_step(optimizer)
-        self._records, self._waiting = [], done  # one line without a call: CPython lets no interrupt in between
+        last = self._session.last_step(optimizer)
+        # One line without a call: CPython lets no interrupt in between.
+        self._records, self._done = [], (self._records, last)
         self._hand_over()
 
-    def _scaled_step(self, optimizer: Optimizer) -> ScaledStep:
-        last, records = self._session.last_step(optimizer), self._records
+    def _hand_over(self) -> None:
+        if self._done is not None:
+            self._waiting, self._done = self._scaled_step(*self._done), None
+        super()._hand_over()
+
+    def _scaled_step(self, records: list[ScaleRecord], last: StepOutcome) -> ScaledStep:
+        records = _since_given_up(records, last.overflow)
         self._backwards = max(1, sum(each.loss_id == 0 for each in records))
         if not records:  # a loss that was not scaled
             return ScaledStep(self.scale(), self.scale(), last.first_nonfinite is not None, last.first_nonfinite)
-        bad = [each for each in records if each.found_inf and not last.stepped]  # without gradients none steps either
-        first = bad[0].first_nonfinite if bad else None
-        return ScaledStep(records[-1].loss_scale, self.scale(), bool(bad), first, records[-1].loss)
+        limiting = last.overflow or min(records, key=lambda each: each.loss_scale)
+        following = self._scales.get(limiting.loss_id, limiting.next_loss_scale)
+        scales = tuple(each.loss_scale for each in records)
+        skipped, first = last.overflow is not None, last.first_nonfinite
+        return ScaledStep(limiting.loss_scale, following, skipped, first, records[-1].loss, scales)
+
+
+def _since_given_up(records: list[ScaleRecord], overflow: ScaleRecord | None) -> list[ScaleRecord]:
+    """Leave out the backwards up to an overflow for which no step was skipped: its gradients were cleared."""
+    first = next((place for place, each in enumerate(records) if each is overflow), len(records))
+    given_up = [place for place in range(first) if records[place].skipped]
+    return records[given_up[-1] + 1 :] if given_up else records
 
 
 class _Calls:

@@ -204,6 +204,33 @@ def test_records_name_the_gradient_nearest_the_loss(session, problem):
     assert outcome.reason == "gradient overflow at loss scale 65536.0 of loss scaler 0, first in the gradient of 1.bias"
 
 
+def test_the_records_of_one_optimizer_say_why_its_step_was_skipped(session):
+    """Of three backwards the first two overflow; the third one, which overflows too, is that of another optimizer."""
+    models = [nn.Linear(1, 1), nn.Linear(1, 1)]
+    optimizers = [torch.optim.SGD(each.parameters(), lr=0.1) for each in models]
+    session.initialize(models, optimizers, num_losses=3, verbosity=0)
+    records, ends = ([], []), []
+    for each, optimizer in zip(records, optimizers, strict=True):
+        ends.append(session.subscribe(each.append, optimizer))
+    for loss_id, place in ((1, 0), (0, 0), (2, 1)):
+        with session.scale_loss(models[place].weight.sum(), optimizers[place], loss_id=loss_id) as scaled_loss:
+            (scaled_loss * float("inf")).backward()
+    assert [[each.loss_id for each in of_one] for of_one in records] == [[1, 0], [2]]
+    for optimizer, of_one in zip(optimizers, records, strict=True):
+        optimizer.step()
+        assert session.last_step(optimizer).overflow is of_one[0]
+        optimizer.zero_grad()
+    ends[0]()
+    with session.scale_loss(models[0].weight.sum() + models[1].weight.sum(), optimizers) as scaled_loss:
+        scaled_loss.backward()
+    for optimizer in optimizers:
+        optimizer.step()
+        assert session.last_step(optimizer).overflow is None
+    assert [[each.loss_id for each in of_one] for of_one in records] == [[1, 0], [2, 0]]
+    with pytest.raises(RuntimeError, match=r"^This Adam was not part of amp.initialize"):
+        session.subscribe(print, torch.optim.Adam(models[0].parameters()))
+
+
 def test_names_distinguish_models(session):
     models = [nn.Linear(1, 1), nn.Linear(1, 1)]
     optimizer = torch.optim.SGD([*models[0].parameters(), *models[1].parameters()], lr=0.1)

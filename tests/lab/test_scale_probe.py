@@ -276,3 +276,138 @@ def test_an_iteration_that_was_given_up_leaves_the_next_skip_as_it_is(after, err
             seen.append((scale, scaler.get_scale(), torch.equal(weight, model.weight)))
     assert [(each.loss_scale, each.next_loss_scale, each.skipped) for each in w.history.records()] == seen
     assert [skipped for *_, skipped in seen] == [False, True, False, False]
+
+
+@pytest.fixture
+def apex():
+    """`amp.initialize` without its banner, until the end of the test."""
+    yield lambda *given, **options: amp.initialize(*given, **{"opt_level": "O1", "verbosity": 0} | options)
+    amp.reset()
+
+
+def scales():
+    return [entry["loss_scale"] for entry in amp.state_dict().values()]
+
+
+def backward(loss, optimizer, loss_id=0):
+    """Run the backward of a loss; return the scale of its loss scaler before it."""
+    scale = scales()[loss_id]
+    with amp.scale_loss(loss, optimizer, loss_id=loss_id) as scaled:
+        scaled.backward()
+    return scale
+
+
+def scaling(record):
+    return record.loss_scale, record.next_loss_scale, record.skipped
+
+
+@pytest.mark.parametrize("watched", [0, 1])
+def test_each_of_two_networks_with_losses_of_their_own_has_its_scales_and_its_overflows(apex, watched):
+    """As a GAN in apex: two losses of one network, one of the other. In step 1 both overflow, then one of them."""
+    torch.manual_seed(0)
+    models = [nn.Sequential(nn.Linear(16, 4)), nn.Sequential(nn.Linear(16, 4))]
+    optimizers = [torch.optim.SGD(each.parameters(), lr=0.1) for each in models]
+    apex(models, optimizers, num_losses=3)
+    losses, overflows = {0: 0, 1: 0, 2: 1}, {1: (1, 2), 2: (2,), 3: (1,), 4: (0, 1)}
+    seen = []
+    with watch(models[watched], optimizers[watched], scaler=amp) as w:
+        for step, (x, y) in enumerate(BATCHES[:6]):
+            for place, optimizer in enumerate(optimizers):
+                optimizer.zero_grad()
+                own = [loss_id for loss_id, owner in losses.items() if owner == place]
+                used = {}
+                for loss_id in own:
+                    bad = float("inf") if loss_id in overflows.get(step, ()) else 1.0
+                    used[loss_id] = backward(F.cross_entropy(models[place](x), y) * bad, optimizer, loss_id)
+                weight = models[place][0].weight.detach().clone()
+                optimizer.step()
+                if place == watched:
+                    first = [each for each in own if each in overflows.get(step, ())]
+                    limiting = first[0] if first else min(own, key=used.get)
+                    skipped = torch.equal(weight, models[place][0].weight)
+                    name = amp.last_step(optimizer).first_nonfinite
+                    seen.append((step, used, (used[limiting], scales()[limiting], skipped), name))
+    records = w.history.records()
+    assert [scaling(each) for each in records] == [each for *_, each, _ in seen]
+    assert [each.first_nonfinite for each in records] == [name for *_, name in seen]
+    assert {name[: len("models[0]")] for *_, name in seen if name} == {f"models[{watched}]"}
+    mixed = [(step, tuple(used.values())) for step, used, *_ in seen if len({*used.values()}) > 1]
+    assert [(each.step, each.scales) for each in w.history.mixed_scales] == mixed
+    assert bool(mixed) == (watched == 0)
+    assert "accumulation-across-scales" not in [each.name for each in w.findings()]
+
+
+def test_a_skip_of_several_backwards_has_the_scale_of_the_first_that_overflowed(apex):
+    model, optimizer = make()
+    apex(model, optimizer)
+    seen = []
+    overflows = {(1, 0), (2, 1), (3, 0), (3, 1)}
+    with watch(model, optimizer, scaler=amp) as w:
+        for step, (x, y) in enumerate(BATCHES[:5]):
+            optimizer.zero_grad()
+            used = []
+            for part in range(2):
+                bad = float("inf") if (step, part) in overflows else 1.0
+                used.append(backward(F.cross_entropy(model(x), y) * bad, optimizer))
+            weight = model.weight.detach().clone()
+            optimizer.step()
+            place = min((part for number, part in overflows if number == step), default=0)
+            seen.append((used[place], scales()[0], torch.equal(weight, model.weight)))
+    assert [scaling(each) for each in w.history.records()] == seen
+    assert [skipped for *_, skipped in seen] == [False, True, True, True, False]
+
+
+def test_the_next_scale_is_that_after_a_later_backward_of_another_network(apex):
+    """Two networks with one loss scaler step after both backwards, of which the second one overflows in step 1."""
+    (model, optimizer), (other, other_optimizer) = make(), make()
+    apex([model, other], [optimizer, other_optimizer])
+    with watch(model, optimizer, scaler=amp) as w:
+        for step, (x, y) in enumerate(BATCHES[:3]):
+            backward(F.cross_entropy(model(x), y), optimizer)
+            backward(F.cross_entropy(other(x), y) * (float("inf") if step == 1 else 1.0), other_optimizer)
+            for each in (optimizer, other_optimizer):
+                each.step()
+                each.zero_grad()
+    expected = [(2.0**16, 2.0**16, False), (2.0**16, 2.0**15, False), (2.0**15, 2.0**15, False)]
+    assert [scaling(each) for each in w.history.records()] == expected
+
+
+def test_an_accumulated_step_runs_again_at_the_scale_of_its_overflow(apex):
+    """The first of its two batches overflows at 65536, and not at 32768."""
+    model, optimizer = make()
+    apex(model, optimizer)
+
+    def loss_of(batch):
+        x, y, factor = batch
+        return F.cross_entropy(model(x), y) * factor
+
+    x = torch.ones(16, 16) / 16
+    batches = [(x, torch.zeros(16, dtype=torch.long), factor) for factor in (0.01, 0.01, 2.0, 0.01, 0.01, 0.01)]
+    with watch(model, optimizer, scaler=amp, step=loss_of) as w:
+        for number, batch in enumerate(w.batches(batches)):
+            if number % 2 == 0:
+                optimizer.zero_grad()
+            backward(loss_of(batch), optimizer)
+            if number % 2:
+                optimizer.step()
+    (skip,) = w.history.skips()
+    why = w.history.explanations[skip.step]
+    assert scaling(skip) == (2.0**16, 2.0**15, True)
+    assert (why.kind, why.fits) == ("scale", 2.0**15)
+
+
+def test_an_overflow_that_was_given_up_is_not_that_of_a_later_step(apex):
+    """The loop is interrupted before the step, clears the gradients, and overflows again, or not."""
+    model, optimizer = make()
+    apex(model, optimizer)
+    bad = float("inf")
+    with watch(model, optimizer, scaler=amp) as w:
+        for given_up, factor in ((bad, 1.0), (bad, bad), (1.0, 1.0)):
+            backward(F.cross_entropy(model(BATCHES[0][0]), BATCHES[0][1]) * given_up, optimizer)
+            optimizer.zero_grad()
+            backward(F.cross_entropy(model(BATCHES[1][0]), BATCHES[1][1]) * factor, optimizer)
+            optimizer.step()
+            optimizer.zero_grad()
+    expected = [(2.0**15, 2.0**15, False), (2.0**14, 2.0**13, True), (2.0**13, 2.0**13, False)]
+    assert [scaling(each) for each in w.history.records()] == expected
+    assert w.history.mixed_scales == ()

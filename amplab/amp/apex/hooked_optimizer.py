@@ -254,6 +254,10 @@ class HookedOptimizer:
         """Whether the next step is skipped, and whether gradients are still scaled."""
         return self._overflow is not None, self._scaled_by is not None
 
+    def belongs_to(self, optimizer: Optimizer) -> bool:
+        """Whether these are the hooks on ``optimizer``."""
+        return self._optimizer() is optimizer
+
     # -- around a backward -------------------------------------------------------------------------
 
     @property
@@ -544,4 +548,4 @@ def await_shards(hooked: Sequence[HookedOptimizer]) -> bool:
 def _outcome_of_skip(record: ScaleRecord) -> StepOutcome:
     where = f", first in the gradient of {record.first_nonfinite}" if record.first_nonfinite else ""
     reason = f"gradient overflow at loss scale {record.loss_scale} of loss scaler {record.loss_id}{where}"
-    return StepOutcome(False, reason, record.first_nonfinite)
+    return StepOutcome(False, reason, record.first_nonfinite, record)

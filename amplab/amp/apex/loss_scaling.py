@@ -18,7 +18,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from numbers import Real
-from typing import Any, Literal, NoReturn, Self
+from typing import Any, Literal, NamedTuple, NoReturn, Self
 
 import torch
 from torch import Tensor
@@ -40,6 +40,7 @@ __all__ = [
     "LossScaler",
     "LossScaling",
     "OnCollapse",
+    "Subscriber",
     "checked_entry",
     "checked_loss",
     "checked_on_collapse",
@@ -253,13 +254,25 @@ def scale_rule(loss_scale: float | str, **arguments: float | None) -> ScaleRule:
 # -- the block of scale_loss -------------------------------------------------------------------------
 
 
+class Subscriber(NamedTuple):
+    """A function that is called with records: all, or those of the backwards that reach one optimizer."""
+
+    callback: Callable[[ScaleRecord], object]
+    optimizer: Optimizer | None
+
+    def tell(self, record: ScaleRecord, hooked: Sequence[HookedOptimizer]) -> None:
+        """Call the function with the record of a backward that reaches the optimizers of ``hooked``."""
+        if self.optimizer is None or any(each.belongs_to(self.optimizer) for each in hooked):
+            self.callback(record)
+
+
 class LossScaling:
     """The loss scalers of one `initialize`, and their effect on its optimizers.
 
     Args:
         hooks: the models and optimizers of the session.
         scalers: one for each ``loss_id``.
-        subscribers: called with each `ScaleRecord`; the session's own list.
+        subscribers: told each `ScaleRecord`; the session's own list.
         on_collapse: as `CollapseWatch`.
         master_weights: whether optimizers step masters, so that gradients need work at every scale.
     """
@@ -268,7 +281,7 @@ class LossScaling:
         self,
         hooks: Hooks,
         scalers: Sequence[LossScaler],
-        subscribers: list[Callable[[ScaleRecord], object]],
+        subscribers: list[Subscriber],
         *,
         on_collapse: OnCollapse,
         master_weights: bool,
@@ -362,8 +375,8 @@ class LossScaling:
         record = ScaleRecord(loss_id, scale, scaler.scale, found, skipped, first, loss.detach())
         for each in hooked if skipped else ():
             each.skip_next_step(record, scaler.loss_scale)
-        for callback in list(self._subscribers):
-            callback(record)
+        for subscriber in list(self._subscribers):
+            subscriber.tell(record, hooked)
         with without_function_modes():
             self._watches[loss_id].see(record, loss)
 

@@ -43,6 +43,7 @@ from amplab.amp.apex.loss_scaling import (
     LossScaler,
     LossScaling,
     OnCollapse,
+    Subscriber,
     checked_loss,
     checked_on_collapse,
     explaining_backward,
@@ -120,7 +121,7 @@ class Session:
         self.verbosity = 1
         self._hooks = Hooks()
         self._engine: CastingEngine | None = None
-        self._subscribers: list[Callable[[ScaleRecord], object]] = []
+        self._subscribers: list[Subscriber] = []
         self._properties: OptProperties | None = None
         self._scaling: LossScaling | None = None
         self._registrations: tuple[Registration, ...] = ()
@@ -709,25 +710,35 @@ class Session:
         """
         return self._hooks.hooked(optimizer).outcome
 
-    def subscribe(self, callback: Callable[[ScaleRecord], object]) -> Callable[[], None]:
+    def subscribe(
+        self, callback: Callable[[ScaleRecord], object], optimizer: Optimizer | None = None
+    ) -> Callable[[], None]:
         """Call ``callback`` with a `ScaleRecord` whenever `scale_loss` has unscaled and checked gradients.
 
         With a subscriber gradients are checked at static scales, too. It is called last, after the scale has moved; an
         exception in it propagates from `scale_loss`.
+
+        Args:
+            callback: a function of one record.
+            optimizer: call it only for the backwards that were given this optimizer; None for all.
 
         Returns:
             A function that ends the subscription.
 
         Raises:
             TypeError: ``callback`` is not callable.
+            RuntimeError: an optimizer that was not part of `initialize`.
         """
         if not callable(callback):
             raise TypeError(f"subscribe got {callback!r}: expected a function of one ScaleRecord, such as print.")
-        self._subscribers.append(callback)
+        if optimizer is not None:
+            self._hooks.hooked(optimizer)
+        subscriber = Subscriber(callback, optimizer)
+        self._subscribers.append(subscriber)
 
         def unsubscribe() -> None:
-            if callback in self._subscribers:
-                self._subscribers.remove(callback)
+            if subscriber in self._subscribers:
+                self._subscribers.remove(subscriber)
 
         return unsubscribe
 

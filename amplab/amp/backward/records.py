@@ -45,11 +45,14 @@ class StepOutcome:
         stepped: whether the parameters were updated.
         reason: why they were updated or not.
         first_nonfinite: the name of the parameter that caused a skipped step.
+        overflow: of a session, the record of the backward for which the step was skipped, the first that overflowed;
+            None if there was none, and of a `GradScaler`.
     """
 
     stepped: bool
     reason: str
     first_nonfinite: str | None = None
+    overflow: ScaleRecord | None = field(default=None, compare=False, repr=False)
 
 
 @dataclass(frozen=True)
