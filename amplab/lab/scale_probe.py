@@ -354,6 +354,8 @@ def probe_of(scaler: Session | torch.amp.GradScaler | object | None, optimizer: 
     if getattr(scaler, "__name__", "") in ("amplab.amp", "apex.amp"):
         scaler = default_session()
     if isinstance(scaler, Session):
+        if scaler.initialized and not scaler.scalers:  # with enabled=False, as a GradScaler that is not enabled
+            return ScaleProbe()
         if not _knows(scaler, optimizer):
             raise RuntimeError(
                 f"this {type(optimizer).__name__} is not part of the session: call amp.initialize with it before "

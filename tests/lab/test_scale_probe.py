@@ -411,3 +411,22 @@ def test_an_overflow_that_was_given_up_is_not_that_of_a_later_step(apex):
     expected = [(2.0**15, 2.0**15, False), (2.0**14, 2.0**13, True), (2.0**13, 2.0**13, False)]
     assert [scaling(each) for each in w.history.records()] == expected
     assert w.history.mixed_scales == ()
+
+
+def test_a_session_that_is_not_enabled_is_watched_as_a_loop_without_a_scale(apex):
+    """As with the flag of apex's scripts; and as with a GradScaler that is not enabled."""
+    weights, losses = [], []
+    for scaler in (amp, amplab.GradScaler("cpu", enabled=False)):
+        model, optimizer = make()
+        apex(model, optimizer, enabled=False)
+        with watch(model, optimizer, scaler=scaler) as w:
+            for x, y in BATCHES[:3]:
+                optimizer.zero_grad()
+                with amp.scale_loss(w.loss(F.cross_entropy(model(x), y)), optimizer) as scaled:
+                    scaled.backward()
+                optimizer.step()
+        assert [scaling(each) for each in w.history.records()] == [(1.0, 1.0, False)] * 3
+        weights.append(model.weight.detach())
+        losses.append(list(w.history.column("loss")))
+    assert torch.equal(*weights)
+    assert losses[0] == losses[1]
