@@ -23,7 +23,7 @@ The files, by part::
     several ranks           run_log.ranks (as one run), rank_watch (ranks compared), rank_exchange (in each step),
                             rank_training (`amplab train`)
     several runs            kept_runs (beside the present one), comparison (all levels), undo
-    your own loop           watch, watched_run, scale_probe, gradient_measure, idle_optimizers,
+    your own loop           watch, watched_run, scale_probe, step_losses, gradient_measure, idle_optimizers,
                             watched_skips, step_look, step_check, step_rerun, watch_callback, tensorboard_scalars
     how to start            open (JupyterLab), first_paint (until it is there), console (terminal)
 

@@ -12,18 +12,23 @@ none             the optimizer's ``step`` has returned        never
 ===============  ===========================================  ==============================================
 
 torch's scaler has no hook, and it does not call an optimizer whose step it skips. The evidence is in its record of the
-iteration, which ``update`` replaces and the probe keeps. If one batch has several steps, the probe keeps the record of
-the first; a later skip is counted if the optimizer was called at least twice and the scale fell by a power of the
-backoff factor. After a single call such a fall may also be the loop's own ``update(new_scale)``. The scale is read once
-per step, so only a session and amplab's scaler report the scales of several backwards of one step. A session unscales
-the gradients of each backward before it adds them, so that different scales do no harm.
+iteration, which ``update`` replaces and the probe keeps. If the optimizer steps several times in a batch, the probe has
+the record of the first step, and the loss is the sum of theirs; a later skip is counted if the optimizer was called at
+least twice and the scale fell by a power of the backoff factor. After a single call such a fall may also be the loop's
+own ``update(new_scale)``. The scale is read once per step, so only a session and amplab's scaler report the scales of
+several backwards of one step. A session unscales the gradients of each backward before it adds them, so that different
+scales do not mix.
+
+`StepCounter` tells which losses come before, and which after, a step of one of several optimizers.
 """
 
 from __future__ import annotations
 
+import inspect
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -36,7 +41,7 @@ from amplab.lab.scale_growth import ScaleGrowth, growth_of_rule, growth_of_saved
 from amplab.lab.watched_run import NO_LEVEL
 from amplab.trace.untouched import observing_steps, unless_undone
 
-__all__ = ["ScaleProbe", "ScaledStep", "probe_of"]
+__all__ = ["NO_STEPS", "ScaleProbe", "ScaledStep", "StepCounter", "Steps", "probe_of"]
 
 
 class ScaledStep(NamedTuple):
@@ -53,6 +58,83 @@ class ScaledStep(NamedTuple):
 Report = Callable[[ScaledStep | ScaleRecord], None]  # a record has all attributes of a scaled step
 
 
+class Steps(NamedTuple):
+    """Numbers that grow when an optimizer steps or skips: the first one of a loop, and any of them."""
+
+    of_first: int
+    of_all: int
+
+
+NO_STEPS = Steps(0, 0)
+
+
+class StepCounter:
+    """Tells whether optimizers have stepped, or skipped, between two looks: for a loop with several.
+
+    A scaler calls no hook of an optimizer that it skips; its record of the iteration has each that it steps or skips.
+
+    Attributes:
+        losses_in_closure: a set for the caller to fill, new in each step of a first optimizer that needs a closure and
+            may call it several times; None outside of such a step.
+    """
+
+    def __init__(self, optimizers: Sequence[Optimizer], scaler: Session | torch.amp.GradScaler | None) -> None:
+        self._optimizers = optimizers
+        self._scaler = scaler if isinstance(scaler, torch.amp.GradScaler) and len(optimizers) > 1 else None
+        self._numbers = frozenset(map(id, optimizers))
+        self._rows: Mapping[int, Any] = {}  # of the iteration of the last look; `update` replaces it
+        self._seen: frozenset[int] = frozenset()  # the optimizers in it that had stepped by then
+        self._steps = NO_STEPS
+        self.losses_in_closure: set[Hashable] | None = None
+
+    def follow(self) -> Callable[[], None]:
+        """Start to follow the optimizers; return a function that ends it.
+
+        Steps of the first one are counted with a scaler only: without one its hook reports them at once.
+        """
+        first, see_step = self._optimizers[0], observing_steps(self._see_step)
+        counted = self._optimizers if self._scaler is not None else self._optimizers[1:]
+        ends = [each.register_step_post_hook(see_step).remove for each in counted]
+        if _needs_closure(first):
+            ends.append(first.register_step_pre_hook(observing_steps(partial(self._see_closure, set))).remove)
+            ends.append(first.register_step_post_hook(observing_steps(partial(self._see_closure, None))).remove)
+
+        def end() -> None:
+            for each in ends:
+                each()
+
+        return end
+
+    def _see_closure(self, make: Callable[[], set[Hashable]] | None, *_: object) -> None:
+        self.losses_in_closure = None if make is None else make()
+
+    def _see_step(self, optimizer: Optimizer, *_: object) -> None:
+        of_first, of_all = self._steps
+        self._steps = Steps(of_first + (optimizer is self._optimizers[0]), of_all + 1)
+
+    def steps(self) -> Steps:
+        """Return the numbers. A skip in an iteration without a look is not in them. Sync: none."""
+        if self._scaler is not None:
+            self._look_at(self._rows, self._seen)
+            rows = self._scaler._per_optimizer_states
+            if rows is not self._rows:
+                self._look_at(rows, frozenset())
+        return self._steps
+
+    def _look_at(self, rows: Mapping[int, Any], seen: frozenset[int]) -> None:
+        stepped = frozenset(each for each in self._numbers if each in rows and rows[each]["stage"] is OptState.STEPPED)
+        new, (of_first, of_all) = stepped - seen, self._steps
+        steps = Steps(of_first + (id(self._optimizers[0]) in new), of_all + len(new))
+        # One line without a call: CPython lets no interrupt in between.
+        self._rows, self._seen, self._steps = rows, stepped, steps
+
+
+def _needs_closure(optimizer: Optimizer) -> bool:
+    """Whether a step cannot do without a closure, as that of LBFGS."""
+    parameter = inspect.signature(optimizer.step).parameters.get("closure")
+    return parameter is not None and parameter.default is inspect.Parameter.empty
+
+
 class ScaleProbe:
     """The probe without a scaler: every step of the optimizer counts. The other probes are below.
 
@@ -62,6 +144,7 @@ class ScaleProbe:
         opt_level: of a session, else `NO_LEVEL`.
         amp: the session or the scaler itself, None without either.
         waits_for_forward: whether `at_forward` ends a step.
+        see_loss: called with each loss that a session reports, before the step.
     """
 
     kind = "none"
@@ -69,6 +152,7 @@ class ScaleProbe:
     opt_level = NO_LEVEL
     amp: Session | torch.amp.GradScaler | None = None
     waits_for_forward = False
+    see_loss: Callable[[Tensor], None] | None = None
     _report: Report | None = None
     _waiting: ScaledStep | ScaleRecord | None = None
 
@@ -89,10 +173,6 @@ class ScaleProbe:
         """Return when the scale grows next; None if that is not known. Sync: two if it is on a device."""
         return None
 
-    def loss(self) -> Tensor | None:
-        """Return the loss of this step if the scaler reports it before the optimizer steps. Sync: none."""
-        return None
-
     def found_inf(self) -> bool:
         """Return whether this step is known to have gradients that are not finite. Sync: none."""
         return False
@@ -100,6 +180,9 @@ class ScaleProbe:
     def at_forward(self) -> None:
         """Note that the next iteration may start, before its loss is known."""
         self._hand_over()
+
+    def at_loss(self) -> None:
+        """Note a loss within a batch. Sync: one after an update of the scale, with torch's scaler, else none."""
 
     def _hand_over(self) -> None:
         """Report the step that is over, if an interrupt has not let that happen."""
@@ -147,9 +230,6 @@ class _ApexProbe(ScaleProbe):
         scalers = self._session.scalers
         return growth_of_rule(scalers[0].rule, scalers[0].state, backwards=self._backwards) if scalers else None
 
-    def loss(self) -> Tensor | None:
-        return self._records[-1].loss if self._records else None
-
     def found_inf(self) -> bool:
         return any(record.found_inf for record in self._records)
 
@@ -158,6 +238,8 @@ class _ApexProbe(ScaleProbe):
 
     def _see_record(self, record: ScaleRecord) -> None:
         self._records.append(record)
+        if record.loss is not None and self.see_loss is not None:
+            self.see_loss(record.loss)
 
     def _see_step(self, optimizer: Optimizer, *_: object) -> None:
         self._hand_over()
@@ -180,7 +262,7 @@ class _ApexProbe(ScaleProbe):
         following = self._scales.get(limiting.loss_id, limiting.next_loss_scale)
         scales = tuple(each.loss_scale for each in records)
         skipped, first = last.overflow is not None, last.first_nonfinite
-        return ScaledStep(limiting.loss_scale, following, skipped, first, records[-1].loss, scales)
+        return ScaledStep(limiting.loss_scale, following, skipped, first, backward_scales=scales)
 
 
 def _since_given_up(records: list[ScaleRecord], overflow: ScaleRecord | None) -> list[ScaleRecord]:
@@ -240,6 +322,8 @@ class _AmplabProbe(ScaleProbe):
             skipped = record.found_inf and calls.found_inf() if calls.count else row.get("verdict", False)
             if skipped is not record.skipped:
                 record = replace(record, skipped=skipped, first_nonfinite=None)
+            if (loss := row.get("loss", record.loss)) is not record.loss:
+                record = replace(record, loss=loss)
             done = record if calls.count or skipped else None  # an update that sets the scale is not a step
             self._waiting, self._heard = done, rows  # one line without a call: CPython lets no interrupt in between
             self._hand_over()
@@ -260,6 +344,9 @@ class _AmplabProbe(ScaleProbe):
     def growth_interval(self) -> int | None:
         rule = self._scaler.rule
         return (self._scaler.get_growth_interval() or None) if rule is None else interval_of(rule)
+
+    def at_loss(self) -> None:
+        self._hand_over()
 
     def scale(self) -> float:
         return self._scaler.get_scale()
@@ -323,6 +410,13 @@ class _TorchProbe(ScaleProbe):
         # One line without a call: CPython lets no interrupt in between.
         self._scale, self._rows, self._calls, self._waiting = scale, rows, calls, done
         self._hand_over()
+
+    def at_loss(self) -> None:
+        """Begin with this iteration if those before, of the same batch, were of other optimizers."""
+        rows, row = self._scaler._per_optimizer_states, self._rows.get(self._optimizer_id)
+        stepped = row is not None and row["stage"] is OptState.STEPPED
+        if rows is not self._rows and not stepped and not self._calls.count:
+            self.at_forward()
 
     def _backed_off(self, was: float, scale: float) -> bool:
         """Whether the scale fell as updates after skipped steps lower it: by a power of the backoff factor."""

@@ -9,8 +9,8 @@
     print(w.findings())
 
 The loop does not change. The watch uses optimizer hooks, a forward hook and the scaler's callbacks. `scale_probe`
-learns the outcome of a step, `gradient_measure` measures gradients, `idle_optimizers` finds optimizers that never step,
-`watched_skips` explains a skipped step.
+learns the outcome of a step, `step_losses` adds up its losses, `gradient_measure` measures gradients,
+`idle_optimizers` finds optimizers that never step, `watched_skips` explains a skipped step.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
+from itertools import chain
 from os import PathLike
 from textwrap import shorten
 from threading import get_ident
@@ -53,8 +54,9 @@ from amplab.lab.rank_watch import RankWatch
 from amplab.lab.run_log import check_writable
 from amplab.lab.run_store import RunStore
 from amplab.lab.scale_growth import ScaleGrowth
-from amplab.lab.scale_probe import ScaledStep, probe_of
+from amplab.lab.scale_probe import ScaledStep, StepCounter, probe_of
 from amplab.lab.step_look import StepLook
+from amplab.lab.step_losses import NO_LOSSES, LossSource
 from amplab.lab.step_rerun import StepRerun
 from amplab.lab.tensorboard_scalars import TensorBoardScalars
 from amplab.lab.watched_batches import WatchedBatches
@@ -64,6 +66,7 @@ from amplab.optimizers.group_settings import learning_rate
 from amplab.policies.casting.thread_scopes import THREAD
 from amplab.policies.nested_tensors import samples_in
 from amplab.policies.signals import DeferredSignals, is_interrupt
+from amplab.scalers import is_sharded
 from amplab.trace import Trace
 from amplab.trace.argument_checks import check_values
 from amplab.trace.as_found import end_blocks_of, remove_hook
@@ -163,9 +166,12 @@ class Watch:
             output=_Hook(model.register_forward_hook, see_output, model._forward_hooks),
             gradients=_Hook(first.register_step_pre_hook, see_gradients, first._optimizer_step_pre_hooks),
         )
-        self._loss: float | Tensor | None = None
-        self._loss_in_output = False
-        self._losses = 0  # that the loop has given
+        self._counter = StepCounter(optimizers, self._probe.amp)
+        self._losses, self._loss_in_output = NO_LOSSES, False
+        self._add_loss = unless_undone(self._see_loss)
+        self._probe.see_loss = partial(self._add_loss, LossSource.SESSION)
+        self._given = 0  # losses, by the loop
+        self._is_new_batch = False  # until its first loss
         self._measured = -1  # the step that was measured last
         self._unrecorded: tuple[_Outcome, ...] = ()  # several only after interrupts
         self._taken: ScaledStep | ScaleRecord | None = None  # the last outcome that was added to them
@@ -207,6 +213,7 @@ class Watch:
                     self._ends.append(before_untouched(self._look.pause))  # a tool, whose steps are none of the loop
                 self._ends.append(self._idle.follow())
                 self._ends.append(self._probe.follow(self._optimizers[0], self._take))
+                self._ends.insert(-1, self._counter.follow())  # the probe ends first: it may report a last step
             return self
         except BaseException:  # an interrupt: the block does not begin, so `__exit__` is not called
             self._stop_following()
@@ -216,7 +223,7 @@ class Watch:
 
     def _stop_following(self) -> None:
         """Remove all hooks; a second call removes those that the first has left."""
-        while self._ends:  # the probe first: it may report a last step
+        while self._ends:
             self._ends[-1]()
             self._ends.pop()
         self._look.end()
@@ -251,7 +258,7 @@ class Watch:
             if self._unrecorded:
                 self._record_rest()
             has_steps = len(self.history) > 0 or self._measured >= 0 or self._idle.saw_a_step
-            if self._losses > ENOUGH_STEPS and not has_steps and error is None:
+            if self._given > ENOUGH_STEPS and not has_steps and error is None:
                 self._fail(self._no_step())
             self._store.close(raised)
             self._skips.end()
@@ -266,7 +273,7 @@ class Watch:
         inner = next((name for name, each in vars(optimizer).items() if isinstance(each, Optimizer)), "")
         other = f", such as optimizer.{inner}" if inner else ""
         return (
-            f"no step was recorded: w.loss was called {count(self._losses, 'time')}, and "
+            f"no step was recorded: w.loss was called {count(self._given, 'time')}, and "
             f"{type(optimizer).__name__}.step never. Pass the optimizer whose step the loop calls{other}."
         )
 
@@ -292,6 +299,7 @@ class Watch:
         self._choose_forward_hook()
         if self._has_batches:
             self._at_forward()  # the step before is over
+            self._is_new_batch, self._counter.losses_in_closure = True, None  # that of a step that has failed
             self._rerun.remember(batch)
             if self._steps == 0:
                 self._batch_size = samples_in(batch)
@@ -321,16 +329,45 @@ class Watch:
 
         Needed with torch's scaler and without a scaler, unless the model's output has a "loss". amplab's session and
         scaler report the loss themselves.
+
+        Several losses of a step, as of micro-batches whose gradients are accumulated, are added up. Those of a step of
+        another optimizer than the first one are not recorded, nor are losses without a graph that are computed where
+        gradients are disabled. Of the calls of a closure in one step, as of LBFGS, the first one counts. The loss of a
+        batch that the loop drops before its backward does not count if the loop uses `batches`, and no parameter has a
+        gradient when the next loss comes.
         """
         if not isinstance(value, Tensor):
             raise TypeError(f"loss({value!r}): expected the tensor that backward starts from, before .item().")
-        if not self._has_batches:  # a loop may not call the model itself, but a method of it
+        if self._has_batches:
+            self._probe.at_loss()
+        else:  # a loop may not call the model itself, but a method of it
             self._probe.at_forward()
         self._look.see_loss(value)
-        self._losses += 1
-        # A loss on a device is read later, so that nothing waits in the middle of a step.
-        self._loss = value.item() if value.is_cpu and value.numel() == 1 else value.detach()
+        self._given += 1
+        if value.requires_grad or torch.is_grad_enabled():
+            self._add_loss(LossSource.LOOP, value)
         return value
+
+    def _see_loss(self, source: LossSource, value: Tensor) -> None:
+        """Add a loss to those of the step. Sync: none."""
+        in_closure = self._counter.losses_in_closure
+        if self._rerun.at_work or (in_closure is not None and source in in_closure):
+            return
+        if in_closure is not None:
+            in_closure.add(source)
+        losses = self._losses.after(self._counter.steps())
+        if self._is_new_batch:
+            self._is_new_batch = False
+            if losses.total is not None and not self._holds_gradients():  # the loop has dropped the batch before
+                losses = NO_LOSSES._replace(steps=losses.steps)
+        # A loss on a device is read later, so that nothing waits in the middle of a step.
+        loss = value.item() if value.is_cpu and value.numel() == 1 else value.detach()
+        self._losses = losses.plus(loss, source)
+
+    def _holds_gradients(self) -> bool:
+        """Whether a parameter has a gradient, or is sharded: FSDP keeps gradients elsewhere until it reduces them."""
+        groups = (group["params"] for optimizer in self._optimizers for group in optimizer.param_groups)
+        return any(each.grad is not None or is_sharded(each) for each in chain(*groups, self._model.parameters()))
 
     # -- what is known -----------------------------------------------------------------------------
 
@@ -455,7 +492,9 @@ class Watch:
             return
         loss = output.get("loss") if isinstance(output, Mapping) else None
         if isinstance(loss, Tensor) and loss.numel() == 1:
-            self._loss, self._loss_in_output = loss.detach(), True
+            self._loss_in_output = True
+            if loss.requires_grad or torch.is_grad_enabled():
+                self._add_loss(LossSource.OUTPUT, loss)
 
     def _see_gradients(self, *_: object) -> None:
         """Called in the optimizer's step before it uses the gradients."""
@@ -468,7 +507,7 @@ class Watch:
         if self._checks_before_step and (self._measure.is_finite is False or not self._is_finite_so_far()):
             self._bad_in_a_row += 1
             if self._bad_in_a_row == 1:  # after this step the weights contain NaN
-                self._skips.explain(self._steps, self._probe.scale(), self._loss, seconds=self._seconds())
+                self._skips.explain(self._steps, self._probe.scale(), self._losses.total, seconds=self._seconds())
         else:
             self._bad_in_a_row = 0
 
@@ -499,14 +538,16 @@ class Watch:
 
     def _is_finite_so_far(self) -> bool:
         """Whether the loss of this step is finite, and the gradients as far as the scaler knows. Sync: one."""
-        self._loss = value_of(self._probe.loss() if self._loss is None else self._loss)
-        return (self._loss is None or math.isfinite(self._loss)) and not self._probe.found_inf()
+        loss = value_of(self._losses.total)
+        self._losses = self._losses._replace(total=loss)  # so that it is not read again
+        return (loss is None or math.isfinite(loss)) and not self._probe.found_inf()
 
     def _take(self, outcome: ScaledStep | ScaleRecord) -> None:
         if outcome is not self._taken:  # else a probe reports it again, because an interrupt has stopped this method
-            done = _Outcome(outcome, self._loss)
+            loss, left = self._losses.recorded(self._counter.steps())
+            done = _Outcome(outcome, outcome.loss if loss is None else loss)
             # One line without a call: CPython lets no interrupt in between.
-            self._unrecorded, self._taken = (*self._unrecorded, done), outcome
+            self._unrecorded, self._taken, self._losses = (*self._unrecorded, done), outcome, left
         if not self._unrecorded:
             return
         row = self._record_rest()
@@ -518,8 +559,7 @@ class Watch:
         self._measure.forget()
         if len(outcome.backward_scales) > 1 and len(set(outcome.backward_scales)) > 1:
             self._store.keep_scales(MixedScales(step, outcome.backward_scales))
-        has_loss, self._loss = self._loss is not None or outcome.loss is not None, None
-        self._choose_hooks(has_loss)
+        self._choose_hooks(has_loss=row[1] is not None)
         self._look.step_ends(step, skipped=outcome.skipped)
         if outcome.skipped or self._skips.awaits_next:
             self._skips.after(recorded(row), self._seconds())
@@ -551,7 +591,6 @@ class Watch:
 
     def _row(self, step: int, outcome: ScaledStep | ScaleRecord, loss: float | Tensor | None) -> StepRow:
         """Return the values of a `StepRecord`; making one would take longer than all the rest."""
-        loss = outcome.loss if loss is None else loss
         return (
             step,
             value_of(loss),

@@ -382,7 +382,7 @@ def test_an_accumulated_step_runs_again_at_the_scale_of_its_overflow(apex):
         return F.cross_entropy(model(x), y) * factor
 
     x = torch.ones(16, 16) / 16
-    batches = [(x, torch.zeros(16, dtype=torch.long), factor) for factor in (0.01, 0.01, 2.0, 0.01, 0.01, 0.01)]
+    batches = [(x, torch.zeros(16, dtype=torch.long), factor) for factor in (0.1, 0.1, 2.0, 0.1, 0.1, 0.1)]
     with watch(model, optimizer, scaler=amp, step=loss_of) as w:
         for number, batch in enumerate(w.batches(batches)):
             if number % 2 == 0:

@@ -22,7 +22,8 @@ class ScaleRecord:
         skipped: whether the next step of these optimizers is skipped; always False at a static scale.
         first_nonfinite: with ``found_inf``, the name of the parameter whose non-finite gradient the backward reached
             first, nearest to the loss.
-        loss: the loss before scaling; None if it was not a single tensor. Reading it synchronizes with the device.
+        loss: the loss before scaling; None if it was not a single tensor. For a `GradScaler`, after an optimizer's
+            ``step``: the sum of the losses since the step before. Reading it synchronizes with the device.
         backward_scales: for a `GradScaler`, after an optimizer's ``step``: the scales of the last calls of ``scale``
             since the previous update, at most 256. There are several if gradients are accumulated.
     """

@@ -254,6 +254,7 @@ class GradScaler(torch.amp.GradScaler):
         self._per_optimizer_states = defaultdict(_refresh_per_optimizer_state)
         for optimizer in self._done.continue_after_interrupt():
             take_back_scale(optimizer)
+        self._subscribers.begin_after_interrupt()
         self._unfinished = UnfinishedIteration()
 
     def unscale_(self, optimizer: Optimizer) -> None:
@@ -424,6 +425,8 @@ class GradScaler(torch.amp.GradScaler):
                     "fully_shard replaced: make it after fully_shard."
                 )
             returned = self._maybe_opt_step(optimizer, row, *args, **kwargs)
+        if self._subscribers:
+            row["loss"] = self._subscribers.loss_of_step()
         row["stage"] = OptState.STEPPED
         return returned
 

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from amplab.amp.backward.added_losses import added_losses
 from amplab.amp.backward.records import ScaleRecord, StepOutcome
 from amplab.scalers import is_sharded, local_shard, to_device
 
@@ -118,7 +119,8 @@ class ScaleSubscribers:
 
     def __init__(self) -> None:
         self._callbacks: list[Callable[[ScaleRecord], object]] = []
-        self._loss: Tensor | None = None
+        self._loss: Tensor | None = None  # the sum of the losses since the last step
+        self._has_stepped = False  # since the last loss
         self._scale: float | Tensor | None = None  # of the last loss since the last update
         self._scales: deque[float | Tensor] = deque(maxlen=_MOST)  # of each loss since the last step
 
@@ -140,8 +142,18 @@ class ScaleSubscribers:
 
     def note(self, loss: Tensor, scale: Tensor) -> None:
         """Record a loss that is scaled. Sync: none."""
-        self._loss, self._scale = loss.detach(), _kept(scale)
+        before, self._has_stepped = None if self._has_stepped else self._loss, False
+        self._loss, self._scale = added_losses(before, loss.detach()), _kept(scale)
         self._scales.append(self._scale)
+
+    def loss_of_step(self) -> Tensor | None:
+        """Return the sum of the losses with which an optimizer steps: those since the step before. Sync: none."""
+        self._has_stepped = True
+        return self._loss
+
+    def begin_after_interrupt(self) -> None:
+        """Forget the losses of an iteration that an interrupt has ended."""
+        self._loss = None
 
     def scales_before(self, scales: Sequence[Tensor | None]) -> list[float | Tensor | None]:
         """Return the scale of each loss in this iteration, before an update moves it. Sync: none.
