@@ -30,7 +30,7 @@ from amplab.policies.nested_tensors import map_tensors, tensors_in
 from amplab.policies.signals import is_interrupt
 from amplab.trace.random_states import random_states_kept, seed_all
 
-__all__ = ["Batches", "ReadingStopped", "check_data"]
+__all__ = ["Batches", "ReadingStopped", "check_data", "copied"]
 
 KEPT = 32
 """Batches that are kept at most."""
@@ -129,7 +129,7 @@ class Batches:
         if step not in self._kept:
             self._read_up_to(step)
         self._kept.move_to_end(step)
-        return _copied(self._kept[step])
+        return copied(self._kept[step])
 
     def epoch_of(self, step: int) -> tuple[int, int]:
         """Return the first step and the number of the epoch of a step, or of the last one before it that is known."""
@@ -225,7 +225,7 @@ class Batches:
             del self._states[min(self._states)]
 
     def _keep(self, step: int, batch: Any) -> None:
-        self._kept[step] = _copied(batch)  # data may write the next one into the same memory
+        self._kept[step] = copied(batch)  # data may write the next one into the same memory
         while len(self._kept) > 2 and (len(self._kept) > KEPT or _bytes(self._kept.values()) > KEPT_BYTES):
             self._kept.popitem(last=False)
 
@@ -302,7 +302,8 @@ def _is_function(data: Any) -> bool:
     return callable(data) and not isinstance(data, Iterable)
 
 
-def _copied(batch: Any) -> Any:
+def copied(batch: Any) -> Any:
+    """Return a batch with copies of its tensors. Sync: none."""
     return map_tensors(batch, lambda tensor: tensor.clone(), custom=copy.deepcopy)
 
 

@@ -20,7 +20,7 @@ import operator
 import re
 import time
 import traceback
-from collections.abc import Callable, Iterable, Iterator, Sequence, Set
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from difflib import get_close_matches
@@ -37,7 +37,7 @@ from amplab.amp.backward.optimizer_params import params_of
 from amplab.diagnose import Findings, FirstNonfinite, TwinReport, doctor, twin
 from amplab.formats.exponents import BINS, LOWEST_EXPONENT
 from amplab.kernels import tensor_stats
-from amplab.lab.batches import ReadingStopped
+from amplab.lab.batches import ReadingStopped, copied
 from amplab.lab.compute_threads import own_number_kept
 from amplab.lab.config import FIELDS, OWN, ExperimentConfig
 from amplab.lab.config_field import SettingRefused, listed
@@ -54,6 +54,7 @@ from amplab.lab.faults import (
     switched,
     with_nan,
 )
+from amplab.lab.forward_again import unseen
 from amplab.lab.kept_attributes import KeptAttributes
 from amplab.lab.kept_weights import KeptWeights
 from amplab.lab.model_buffers import ModelBuffers
@@ -292,9 +293,7 @@ class Experiment:
             self._exchange.begin_step([*self._model.buffers()])
         was_skipped = self._last is not None and self._last.skipped
         self.phase, self.hook_failure = "batches", ""
-        batches = self._given or [
-            self._batch(self._step, number, self._faults) for number in range(self._config.accumulate)
-        ]
+        batches = self._batches_now()
         self._scaled.clear()
         self._scalers_before = tuple(scaler.state for scaler in self._session.scalers)
         self._rerun.forget()
@@ -305,10 +304,13 @@ class Experiment:
         with self._taken_back_if_stopped(), own_number_kept():
             record = self._train_on(batches, self._began)
         self._written_in_forward |= self._weights_before.written()
+        if record.skipped and self._rerun.is_batch_written:
+            batches = self._batches_now()
+            self._rerun.renew(batches[0] if len(batches) == 1 else batches)
         self._weights_changes += not record.skipped
         self._last = record
         if record.skipped and self._given is None and self._exchange is None:  # a rank cannot run again by itself
-            self._past.keep(self._weights(), is_same=was_skipped and len(self._optimizers) == 1, make=self._past_skip)
+            self._keep_skip(was_skipped=was_skipped)
         self._lowest = self._lowest_scale()
         self._faults = after_step(self._faults)
         self._step += 1
@@ -399,7 +401,7 @@ class Experiment:
         self._config = config
 
     def _new_rerun(self) -> StepRerun:
-        rerun = StepRerun(self._model, None, self._loss_again, self._session)
+        rerun = StepRerun(self._model, None, self._loss_again, self._session, keeps=False)
         rerun.begin()
         return rerun
 
@@ -589,15 +591,33 @@ class Experiment:
         self._rerun.begin_as(skip.beginning)
         batch = skip.beginning.begun[0].batch
         self._given = batch if self._config.accumulate > 1 else [batch]
+        self._own.load(skip.own)
         self._step, self._last, self._last_loss_id = skip.record.step, skip.record, skip.loss_id
         self._faults = faults_in(skip.record.injected)
 
-    def _past_skip(self, weights: tuple[Tensor, ...]) -> PastSkip:
+    def _keep_skip(self, *, was_skipped: bool) -> None:
+        """Keep the step that has just been skipped, unless it has changed what is not known to another experiment."""
+        if self._weights_before.written() or self._attributes_before.has_drawn:
+            return
+        own, lost = self._own_before()
+        if not lost:
+            make = functools.partial(self._past_skip, own=own)
+            self._past.keep(self._weights(), is_same=was_skipped and len(self._optimizers) == 1, make=make)
+
+    def _own_before(self) -> tuple[dict[str, Any], list[str]]:
+        """Return the state of code of one's own as the step began, and the names of what a state cannot hold."""
+        if not self._is_own:
+            return {}, []
+        with self._own.taken_back():
+            self._attributes_before.restore()
+            return self._own.state()
+
+    def _past_skip(self, weights: tuple[Tensor, ...], own: Mapping[str, Any]) -> PastSkip:
         """Return the step that has just been skipped."""
         if self._last is None:
             raise RuntimeError("no step can run again: expected one that has just ended.")
         return PastSkip(
-            self._last, self._config, self._last_loss_id, self._scalers_before, self._rerun.beginning(), weights
+            self._last, self._config, self._last_loss_id, self._scalers_before, self._rerun.beginning(), weights, own
         )
 
     def _weights(self) -> list[Tensor]:
@@ -619,6 +639,9 @@ class Experiment:
             raise RuntimeError("no step can run again: expected one that has just ended.")
         batches = [given] if self._config.accumulate == 1 else given
         faults = faults_in(last.injected)
+        with unseen():
+            self._attributes_before.restore()
+            self._weights_before.restore_copies()
 
         def disturbed(part: _Part) -> Tensor:
             self._stop_if_wanted()
@@ -854,6 +877,12 @@ class Experiment:
     def _random_states_kept(self) -> AbstractContextManager[None]:
         """Restore what `_seed_forward` seeds; without it nothing, since other threads may draw meanwhile."""
         return self._task.random_states_kept() if self._draws else nullcontext()
+
+    def _batches_now(self) -> list[Any]:
+        """Return the batches of the next step: a step may write to them."""
+        if self._given:
+            return [copied(each) for each in self._given]
+        return [self._batch(self._step, number, self._faults) for number in range(self._config.accumulate)]
 
     def _batch(self, step: int, number: int = 0, faults: Set[str] = frozenset()) -> Any:
         batch = self._task.batch(self._batch_in_data(step, number), self._config.batch_size)

@@ -11,7 +11,8 @@ from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from functools import partial
-from typing import Any
+from types import BuiltinMethodType, MethodType
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -19,6 +20,7 @@ from torch import Tensor, nn
 
 from amplab.lab.own_objects import Names, holders
 from amplab.lab.own_values import storage_of
+from amplab.trace.random_states import GENERATORS, restorers, state_of
 from amplab.trace.tensor_copies import write_value
 
 __all__ = ["KeptAttributes"]
@@ -28,10 +30,12 @@ _MOST_ELEMENTS, _MOST_ELEMENTS_OF_STEP = 1_000_000, 20_000  # of containers; of 
 _OF_A_TENSOR = 20  # elements, by the time that it takes
 _MOST_BYTES_COMPARED = 2**20  # of a tensor that no op has written to: it may have been by `.data`
 _DEPTH = 16
+_CPU = torch.device("cpu")
+_BOUND = BuiltinMethodType, MethodType
 
 
 class KeptAttributes:
-    """Names, the contents of lists, dicts, sets and deques, and the elements of tensors and arrays, as they are now.
+    """Names, the contents of lists, dicts, sets and deques, tensors, arrays and random generators, as they are now.
 
     Args:
         roots: Objects and functions by name; see `own_objects.holders`.
@@ -39,6 +43,9 @@ class KeptAttributes:
         followed: More of them; see `own_objects.holders`.
         is_of_step: Whether it is made before each step, and may take little time: up to 1 MiB of tensors and arrays and
             20,000 elements are kept, otherwise 64 MiB and a million.
+
+    Attributes:
+        changed: The objects in which `look` or `restore` has found a change, by id and kind.
 
     >>> class Model(torch.nn.Module):
     ...     def __init__(self):
@@ -67,8 +74,19 @@ class KeptAttributes:
         self._elements_left = _MOST_ELEMENTS_OF_STEP if is_of_step else _MOST_ELEMENTS
         self._is_complete = True
         self._seen: set[int] = set()
-        self._restorers: list[Callable[[], bool | None]] = []
-        for _, names in holders(roots, followed):
+        self._parts: list[_Part] = []
+        self.changed: dict[tuple[int, type[Names]], Names] = {}
+        self._keep_all(names for _, names in holders(roots, followed))
+
+    @classmethod
+    def of(cls, owners: Iterable[Names], weights: Callable[[], Iterable[Tensor]] = tuple) -> KeptAttributes:
+        """Return what some objects keep now, as `changed` has them, before a step."""
+        kept = cls({}, weights, is_of_step=True)
+        kept._keep_all(each.again() for each in owners)
+        return kept
+
+    def _keep_all(self, owners: Iterable[Names]) -> None:
+        for names in owners:
             self._keep_names(names)
 
     def _is_weights(self, value: Tensor) -> bool:
@@ -76,89 +94,139 @@ class KeptAttributes:
             self._storages = {*map(storage_of, self._weights())}
         return storage_of(value) in self._storages
 
+    @property
+    def has_drawn(self) -> bool:
+        """Whether code has drawn from a random generator of its own since then."""
+        return any(part.is_of_generator and not part.is_same() for part in self._parts)
+
+    def look(self) -> None:
+        """Note in `changed` what is not as it was."""
+        for part in self._parts:
+            self._is_same(part)
+
     def restore(self) -> bool:
         """Let everything be as it was; return False if something was not kept, and may have changed.
 
-        What is unchanged is not written.
+        Contents that are unchanged are not written.
         """
         is_all = self._is_complete
-        for restore in self._restorers:
-            is_all = restore() is not False and is_all
+        for part in self._parts:
+            is_same = self._is_same(part)
+            if part.restore is None:
+                is_all = is_all and is_same
+            elif not is_same or part.is_of_names:  # whether a module is in training is none of the names
+                part.restore()
         return is_all
 
+    def _is_same(self, part: _Part) -> bool:
+        if is_same := part.is_same():
+            return is_same
+        self.changed[id(part.owner.owner), type(part.owner)] = part.owner
+        return False
+
     def _keep_names(self, names: Names) -> None:
-        self._restorers.append(names.restorer())
+        before = dict(names)
+        self._parts.append(_Part(names, partial(_has_names, names, before), names.restorer(), is_of_names=True))
         try:
-            for name in names:
-                if type(value := names[name]) not in _PLAIN:
-                    self._keep_contents(value)
+            for value in before.values():
+                if type(value) not in _PLAIN:
+                    self._keep_contents(names, value)
         except RuntimeError:  # a thread of one's own changes one meanwhile, or a strange tensor has no copy
             self._is_complete = False
 
-    def _keep_contents(self, value: Any, depth: int = 0) -> None:
+    def _keep_contents(self, names: Names, value: Any, depth: int = 0) -> None:
         kind = type(value)
+        if kind in _BOUND and isinstance(value.__self__, GENERATORS):  # `draw = generator.random`
+            value, kind = value.__self__, type(value.__self__)
         if id(value) in self._seen:
             return
         if kind is np.ndarray and value.dtype == object:
             self._seen.add(id(value))
-            self._keep_objects(value, depth)
+            self._keep_objects(names, value, depth)
         elif kind in (Tensor, nn.Parameter, np.ndarray):
             self._seen.add(id(value))
-            self._restorers.append(self._elements_of(value))
+            self._keep_elements(names, value)
+        elif issubclass(kind, GENERATORS):
+            self._seen.add(id(value))
+            if getattr(value, "device", _CPU) == _CPU:  # else it would wait for the device
+                for restore in restorers((value,)):
+                    is_same = partial(_has_state, value, state_of(value))
+                    self._parts.append(_Part(names, is_same, restore, is_of_generator=True))
         elif (base := _base_of(kind)) is not None:
             self._seen.add(id(value))
-            self._keep_container(value, base, depth)
+            self._keep_container(names, value, base, depth)
 
-    def _keep_container(self, value: Any, base: Any, depth: int) -> None:
+    def _keep_container(self, names: Names, value: Any, base: Any, depth: int) -> None:
         number = base.__len__(value)
         is_kept = number <= self._elements_left and depth < _DEPTH
         if not is_kept:
             self._is_complete = False
             if base is list:
-                self._restorers.append(partial(_cut, value, number))
+                self._parts.append(_Part(names, partial(_is_no_longer, value, number), partial(_cut, value, number)))
             return
         self._elements_left -= number
         before = _contents(base, value)
         if base is not tuple:
-            self._restorers.append(partial(_restore_contents, base, value, before))
+            is_same = partial(_has_contents, base, value, before)
+            self._parts.append(_Part(names, is_same, partial(_restore_contents, base, value, before)))
         for each in [each for _, each in before] if issubclass(base, dict) else before:
             if type(each) not in _PLAIN:
-                self._keep_contents(each, depth + 1)
+                self._keep_contents(names, each, depth + 1)
 
-    def _keep_objects(self, value: Any, depth: int) -> None:
+    def _keep_objects(self, names: Names, value: Any, depth: int) -> None:
         if value.size > self._elements_left or depth == _DEPTH:
             self._is_complete = False
             return
         self._elements_left -= value.size
         before = value.copy()
-        self._restorers.append(partial(_restore_objects, value, before))
+        self._parts.append(_Part(names, partial(_has_objects, value, before), partial(_write_array, value, before)))
         for each in before.flat:
             if type(each) not in _PLAIN:
-                self._keep_contents(each, depth + 1)
+                self._keep_contents(names, each, depth + 1)
 
-    def _elements_of(self, value: Any) -> Callable[[], bool | None]:
+    def _keep_elements(self, names: Names, value: Any) -> None:
         is_array = isinstance(value, np.ndarray)
         if is_array and (value.dtype.hasobject or not value.flags.writeable):
-            return _nothing
+            return
         if not is_array and (value.layout is not torch.strided or value.is_meta or self._is_weights(value)):
-            return _nothing
+            return
+        version = None if is_array or value.is_inference() else value._version
         if value.nbytes > self._bytes_left or self._elements_left < _OF_A_TENSOR:
-            if not is_array and not value.is_inference():
-                return partial(_is_unwritten, value, value._version)
-            self._is_complete = False
-            return _nothing
+            if version is None:
+                self._is_complete = False
+            else:
+                self._parts.append(_Part(names, partial(_has_version, value, version), None))
+            return
         self._bytes_left -= value.nbytes
         self._elements_left -= _OF_A_TENSOR
         if is_array:
-            return partial(_restore_array, value, value.copy())
-        return partial(_restore_tensor, value, value.detach().clone(), None if value.is_inference() else value._version)
+            before = value.copy()
+            self._parts.append(_Part(names, partial(_has_bytes, value, before), partial(_write_array, value, before)))
+        else:
+            copy = value.detach().clone()
+            is_same = partial(_has_elements, value, copy, version)
+            self._parts.append(_Part(names, is_same, partial(_write_tensor, value, copy)))
+
+
+class _Part(NamedTuple):
+    """What is kept of a value, by the object that has it.
+
+    Attributes:
+        owner: The names of that object.
+        is_same: Whether the value is as it was.
+        restore: Lets it be; None if that is not possible.
+        is_of_names: Whether these are the names themselves.
+        is_of_generator: Whether it is a random generator.
+    """
+
+    owner: Names
+    is_same: Callable[[], bool]
+    restore: Callable[[], object] | None
+    is_of_names: bool = False
+    is_of_generator: bool = False
 
 
 _PLAIN = frozenset((bool, int, float, str, bytes, type(None)))
-
-
-def _nothing() -> None:
-    """Nothing is kept of a value."""
 
 
 def _base_of(kind: type) -> Any:
@@ -172,46 +240,70 @@ def _contents(base: Any, value: Any) -> list[Any]:
     return [*(base.items(value) if issubclass(base, dict) else base.__iter__(value))]
 
 
-def _restore_contents(base: Any, value: Any, before: list[Any]) -> None:
+def _has_names(names: Names, before: dict[str, Any]) -> bool:
+    now = dict(names.again())
+    return now.keys() == before.keys() and all(now[name] is value for name, value in before.items())
+
+
+def _has_contents(base: Any, value: Any, before: list[Any]) -> bool:
+    if base.__len__(value) != len(before):
+        return False
+    if base is set:
+        return all(base.__contains__(value, each) for each in before)
+    pairs = zip(_contents(base, value), before, strict=True)
     if issubclass(base, dict):
-        now = _contents(base, value)
-        if len(now) != len(before) or any(
-            key is not other or one is not each for (key, one), (other, each) in zip(now, before, strict=True)
-        ):
-            base.clear(value)
-            for key, each in before:
-                base.__setitem__(value, key, each)
+        return all(key is other and one is each for (key, one), (other, each) in pairs)
+    return all(one is other for one, other in pairs)
+
+
+def _restore_contents(base: Any, value: Any, before: list[Any]) -> None:
+    base.clear(value)
+    if issubclass(base, dict):
+        for key, each in before:
+            base.__setitem__(value, key, each)
     elif base is set:
-        if base.__len__(value) != len(before) or not all(base.__contains__(value, each) for each in before):
-            base.clear(value)
-            base.update(value, before)
-    elif base.__len__(value) != len(before) or any(
-        one is not other for one, other in zip(base.__iter__(value), before, strict=True)
-    ):
-        base.clear(value)
+        base.update(value, before)
+    else:
         base.extend(value, before)
+
+
+def _is_no_longer(value: list[Any], length: int) -> bool:
+    return list.__len__(value) <= length
 
 
 def _cut(value: list[Any], length: int) -> None:
     list.__delitem__(value, slice(length, None))
 
 
-def _is_unwritten(value: Tensor, version: int) -> bool:
+def _has_version(value: Tensor, version: int) -> bool:
     return value._version == version
 
 
-def _restore_tensor(value: Tensor, before: Tensor, version: int | None) -> None:
-    is_written = version is None or value._version != version or value.shape != before.shape
+def _has_elements(value: Tensor, before: Tensor, version: int | None) -> bool:
+    if version is not None and (value._version != version or value.shape != before.shape):
+        return False
     with torch.no_grad(), suppress(RuntimeError):  # as of a dtype that cannot be compared
-        if is_written or (value.nbytes <= _MOST_BYTES_COMPARED and not torch.equal(value, before)):
-            write_value(value, before)
+        return value.nbytes > _MOST_BYTES_COMPARED or torch.equal(value, before)
+    return True
 
 
-def _restore_array(value: Any, before: Any) -> None:
-    if value.shape == before.shape and value.tobytes() != before.tobytes():
-        value[...] = before
+def _write_tensor(value: Tensor, before: Tensor) -> None:
+    with torch.no_grad(), suppress(RuntimeError):
+        write_value(value, before)
 
 
-def _restore_objects(value: Any, before: Any) -> None:
-    if value.shape == before.shape and any(one is not each for one, each in zip(value.flat, before.flat, strict=True)):
-        value[...] = before
+def _has_bytes(value: Any, before: Any) -> bool:
+    return bool(value.shape != before.shape or value.tobytes() == before.tobytes())
+
+
+def _has_objects(value: Any, before: Any) -> bool:
+    is_other_shape = value.shape != before.shape
+    return is_other_shape or all(one is each for one, each in zip(value.flat, before.flat, strict=True))
+
+
+def _write_array(value: Any, before: Any) -> None:
+    value[...] = before
+
+
+def _has_state(generator: Any, before: bytes) -> bool:
+    return state_of(generator) == before

@@ -48,8 +48,12 @@ class KeptWeights:
         """Restore what a forward writes to, as far as that is known; return whether all weights are as before."""
         if any(self._has_other_version(key) for key in self._versions.keys() - self._copies.keys()):
             return False
-        restore_all(self._copies.values())
+        self.restore_copies()
         return True
+
+    def restore_copies(self) -> None:
+        """Restore what a forward writes to, as far as that is known."""
+        restore_all(self._copies.values())
 
     def written(self) -> Set[int]:
         """Return the ids of the unstepped weights to which the step has written."""

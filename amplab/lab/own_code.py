@@ -23,7 +23,7 @@ from torch import nn
 
 from amplab.lab.own_objects import Cells, Names, is_followed, is_installed, is_own_file, names_of, own_hooks
 from amplab.lab.own_values import SCALARS
-from amplab.trace.random_states import GENERATORS, restorers
+from amplab.trace.random_states import GENERATORS
 from amplab.trace.reached_values import cell_contents, reached_from
 
 __all__ = ["named_by"]
@@ -41,7 +41,10 @@ class _Variables(Names):
 
     def __init__(self, owner: Any, variables: dict[str, Any], names: Iterable[str]) -> None:
         super().__init__(owner, {name: variables[name] for name in names if name in variables})
-        self._variables = variables
+        self._variables, self._all = variables, names
+
+    def again(self) -> Names:
+        return _Variables(self.owner, self._variables, self._all)
 
     def restorer(self) -> Callable[[], None]:
         def restore() -> None:
@@ -57,6 +60,9 @@ class _OfClass(Names):
 
     def __init__(self, kind: type) -> None:
         super().__init__(kind, dict(vars(kind)))
+
+    def again(self) -> Names:
+        return _OfClass(self.owner)
 
     def restorer(self) -> Callable[[], None]:
         def restore() -> None:
@@ -74,7 +80,14 @@ class _OfContext(Names):
     """The value of a variable of contextvars."""
 
     def __init__(self, variable: ContextVar[Any]) -> None:
-        super().__init__(variable, {"value": value} if (value := variable.get(self)) is not self else {})
+        try:
+            now = {"value": variable.get()}  # of one that was not set, its default
+        except LookupError:
+            now = {}
+        super().__init__(variable, now)
+
+    def again(self) -> Names:
+        return _OfContext(self.owner)
 
     def restorer(self) -> Callable[[], None]:
         def restore() -> None:
@@ -85,20 +98,8 @@ class _OfContext(Names):
         return restore
 
 
-class _OfGenerator(Names):
-    """The state of a random generator, which has no names."""
-
-    def __init__(self, generator: Any) -> None:
-        super().__init__(generator, {})
-
-    def restorer(self) -> Callable[[], None]:
-        found = restorers((self.owner,))
-
-        def restore() -> None:
-            for each in found:
-                each()
-
-        return restore
+class _OfCall(Names):
+    """The arguments that every call of a function gets, such as a list."""
 
 
 class _Followed:
@@ -158,7 +159,7 @@ class _Followed:
     def _of_call(self, owner: Any, args: tuple[Any, ...], keywords: Mapping[str, Any]) -> list[Any]:
         """Note arguments that every call gets, such as a list."""
         given = {str(place): each for place, each in enumerate(args)} | {**keywords}
-        self.found.append(Names(owner, given))
+        self.found.append(_OfCall(owner, given))
         return [*given.values()]
 
     def _in_files(self, values: Iterable[Any], names: set[str]) -> list[Any]:
@@ -173,13 +174,13 @@ class _Followed:
         return found
 
     def _from_object(self, value: Any) -> Iterable[Any]:
-        if isinstance(value, _HOLDERS):
+        if _is_holder(value):
             self.found.append(Names(value, vars(value)))  # of a threading.local, those of this thread
             return *vars(value).values(), *self._from_class(type(value))
         if isinstance(value, ContextVar):
             self.found.append(_OfContext(value))
         elif isinstance(value, GENERATORS):
-            self.found.append(_OfGenerator(value))
+            self.found.append(Names(value, {"generator": value}))
         elif is_followed(value):
             self.found.append(value)
             if isinstance(value, nn.Module):
@@ -204,6 +205,12 @@ class _Followed:
         self._spaces += new
         methods = [(name, each) for names in new for name, each in names.items() if isinstance(each, _METHODS)]
         return [each for name, each in methods if name.startswith("__") and name != "__init__"]
+
+
+def _is_holder(value: Any) -> bool:
+    """Whether it holds what code of one's own gives it; what a library keeps in a class of its own is its."""
+    is_own = type(value) in _HOLDERS or is_own_file(sys.modules.get(type(value).__module__))
+    return is_own and isinstance(value, _HOLDERS)
 
 
 def _is_file(value: Any) -> bool:

@@ -95,6 +95,10 @@ class Names(Mapping[str, Any]):
     def __len__(self) -> int:
         return sum(1 for _ in self)
 
+    def again(self) -> Names:
+        """Return the names as they stand now."""
+        return self
+
     def takes(self, name: str, value: Any) -> bool:
         """Whether a value of a file may stand here: it hides no method or weight, and replaces no function or part."""
         owner, is_new = self.owner, name not in self._names
@@ -147,6 +151,9 @@ class _Slots(Names):
         self._slots = slots
         super().__init__(owner, {name: getattr(owner, name) for name in slots if hasattr(owner, name)})
 
+    def again(self) -> Names:
+        return _Slots(self.owner, self._slots)
+
     def set(self, name: str, value: Any) -> None:
         object.__setattr__(self.owner, name, value)  # of a frozen dataclass, too
 
@@ -174,6 +181,10 @@ class Cells(Names):
         cells = zip(function.__code__.co_freevars, function.__closure__ or (), strict=True)
         self._cells = {name: cell for name, cell in cells if _has_value(cell)}
         super().__init__(function, {name: cell.cell_contents for name, cell in self._cells.items()})
+
+    def again(self) -> Names:
+        """Return the variables as they stand now."""
+        return Cells(self.owner)
 
     def set(self, name: str, value: Any) -> None:
         """Let a variable stand for a value."""

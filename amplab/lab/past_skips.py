@@ -7,8 +7,9 @@ takes about 1 % of the time of a step. The oldest steps are dropped for newer on
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from torch import Tensor
 
@@ -36,6 +37,7 @@ class PastSkip:
         scalers: State of each loss scaler before the step.
         beginning: Batches, random states and buffers.
         weights: The model's parameters, and the masters if there are any; shared with neighboring steps.
+        own: What code of one's own kept, see `OwnChanges.state`.
     """
 
     record: StepRecord
@@ -44,11 +46,12 @@ class PastSkip:
     scalers: tuple[ScaleState, ...]
     beginning: StepBeginning
     weights: tuple[Tensor, ...]
+    own: Mapping[str, Any]
 
     @kept_property
     def nbytes(self) -> int:
         """Bytes of what no other step shares."""
-        return self.beginning.nbytes
+        return self.beginning.nbytes + _bytes(tensors_in(self.own))
 
 
 class PastSkips:

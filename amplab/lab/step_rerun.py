@@ -1,28 +1,37 @@
 """Run a step again with `first_nonfinite`, from the state in which it began.
 
 A step that accumulates gradients has several batches. Each has its own random state; all start from the buffers before
-the first one.
+the first one. Of what code of a step keeps, such as a count, all is kept for the first step, and for the others what
+the first one or a rerun has changed: reading all of it before each step would take too long. A rerun that may not have
+been the step is an error, no explanation.
 """
 
 from __future__ import annotations
 
 import inspect
+import math
 from collections import deque
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from amplab.amp import Session, is_autocast_enabled
+from amplab.amp import Session
 from amplab.diagnose import FirstNonfinite, first_nonfinite
+from amplab.display.numbers import short_text
+from amplab.lab.forward_again import BegunForward, ForwardAgain, in_autocast, versions_of, with_own_containers
+from amplab.lab.kept_attributes import KeptAttributes
+from amplab.lab.own_code import named_by
+from amplab.lab.own_objects import Names
 from amplab.parallel.ranks import NeedsOtherRanks, data_parallel, exchanges_in_forward, this_rank
 from amplab.policies.nested_tensors import tensors_in
 from amplab.trace.as_found import Undo, leaves_as_found, remove_hook
 from amplab.trace.handed_step import Loss, Scaler
 from amplab.trace.modules import UncopiedHook
+from amplab.trace.random_states import HostStates
 from amplab.trace.stand_ins import apart
 from amplab.trace.tensor_copies import write_value
 from amplab.trace.untouched import unless_undone
@@ -31,13 +40,7 @@ __all__ = ["CannotRunAgain", "StepBeginning", "StepRerun"]
 
 _HAS_CUDA = torch.backends.cuda.is_built()
 _BATCHES = 64  # kept of one step at most, since a loop may never step
-
-
-class _Begun(NamedTuple):
-    """The batch and the random state of one forward."""
-
-    batch: Any
-    random: list[Tensor]
+_SAME = 2**-7  # of a loss that runs again: a rerun follows the step op by op, which may round differently
 
 
 @dataclass(frozen=True, eq=False)
@@ -49,7 +52,7 @@ class StepBeginning:
         buffers: Copies of the model's buffers.
     """
 
-    begun: tuple[_Begun, ...]
+    begun: tuple[BegunForward, ...]
     buffers: tuple[Tensor, ...]
 
     @property
@@ -70,20 +73,31 @@ class StepRerun:
         model: the model.
         loss, step: as `first_nonfinite` takes them; if both are None, steps cannot run again.
         scaler: as `first_nonfinite` takes it.
+        keeps: whether to take back what a rerun changes in code of one's own; else the caller does.
 
     Attributes:
         is_possible: whether a step can run again: there is a loss or a step, and batches are known.
         at_work: whether a step is running again now.
+        is_taken_back: whether all that reruns have changed was taken back.
         wrappers: DistributedDataParallel around the model, as far as the loop has shown it.
     """
 
-    def __init__(self, model: nn.Module, loss: Loss | None, step: Loss | None, scaler: Scaler | None) -> None:
+    def __init__(
+        self, model: nn.Module, loss: Loss | None, step: Loss | None, scaler: Scaler | None, *, keeps: bool = True
+    ) -> None:
         self._model, self._loss, self._step, self._scaler = model, loss, step, scaler
+        self._keeps = keeps
+        self._first: KeptAttributes | None = None  # what code kept as the first step began
+        self._is_first = True
+        self._changing: dict[Any, Names] = {}  # what that step or a rerun has changed
+        self._first_host: HostStates | None = None
+        self._draws = False  # from Python's or NumPy's global generators
+        self.is_taken_back = True
         self._runs_again = loss is not None or step is not None
         self._kept: list[Tensor] = []  # the buffers as the step began
         if self._runs_again:
             self._keep_buffers()
-        self._begun: deque[_Begun] = deque(maxlen=_BATCHES)
+        self._begun: deque[BegunForward] = deque(maxlen=_BATCHES)
         self.is_possible = False
         self.at_work = False
         self._loop_in_autocast: bool | None = None  # around the model's forward, as far as it is known
@@ -91,11 +105,6 @@ class StepRerun:
         self._sees_loop = self._runs_again and (not casts_itself or this_rank() is not None)
         self.wrappers: list[DistributedDataParallel] = []  # around the model that the watch got
         self._hook = UncopiedHook(unless_undone(self._see_loop))
-
-    @property
-    def code(self) -> list[Loss]:
-        """The functions of the user that run in a step, without what wraps them."""
-        return [inspect.unwrap(each) for each in (self._loss, self._step) if each is not None]
 
     def begin(self) -> None:
         """The loop begins: look at its first forward."""
@@ -107,12 +116,15 @@ class StepRerun:
         remove_hook(self._hook, self._model._forward_pre_hooks)
 
     def remember(self, batch: Any) -> None:
-        """Keep a reference to the batch, and copies of the random state and of the buffers. Sync: none."""
+        """Keep the batch, whose tensors are not copied, and copies of random states and buffers. Sync: none."""
         if not self._runs_again:
             return
         if not self._begun:
             self._keep_buffers()
-        self._begun.append(_Begun(batch, _random_states()))
+        host, kept, known = self._kept_of_step()
+        self._begun.append(
+            BegunForward(with_own_containers(batch), versions_of(batch), _random_states(), host, kept, known)
+        )
         self.is_possible = True
 
     @torch.no_grad()
@@ -133,8 +145,18 @@ class StepRerun:
             write_value(buffer, value)
         return True
 
+    @property
+    def is_batch_written(self) -> bool:
+        """Whether a kept batch was written to since its step began, so that the step cannot run again."""
+        return any(each.is_written for each in self._begun)
+
+    def renew(self, batch: Any) -> None:
+        """Keep the batch of the last forward as it was, read anew."""
+        self._begun.append(self._begun.pop()._replace(batch=batch, versions=versions_of(batch)))
+
     def forget(self) -> None:
         """Drop the batches: their step is over."""
+        self._is_first = self._is_first and not self._begun
         self._begun.clear()
 
     def beginning(self) -> StepBeginning:
@@ -151,14 +173,19 @@ class StepRerun:
         self.is_possible = bool(beginning.begun)
 
     @leaves_as_found
-    def first_nonfinite(self, loss_scale: float) -> FirstNonfinite | None:
+    def first_nonfinite(self, loss_scale: float, loss: float | None = None) -> FirstNonfinite | None:
         """Run the kept step again at its scale, batch by batch; return None if every batch is finite.
 
         Of several ranks each runs its own batches, without the others. It takes as long as 3 to 6 steps, or 25 if a
         step takes microseconds.
 
+        Args:
+            loss_scale: the scale of the step.
+            loss: its loss; None if unknown.
+
         Raises:
-            CannotRunAgain: The loop calls the model in an autocast region, and this run did not.
+            CannotRunAgain: The loop calls the model in an autocast region, and this run did not; the batch was written
+                to; the loss is another one, or may be, since code has changed what it keeps.
             NeedsOtherRanks: It waits for other ranks, which may not run the step again.
 
         Sync: as many as several steps, for each batch up to the first that is not finite.
@@ -168,22 +195,81 @@ class StepRerun:
                 f"{exchanging} exchanges values with the other ranks in its forward. On one rank alone it would wait."
             )
         for begun in tuple(self._begun):
-            seen: list[bool] = []  # whether each forward is in an autocast region
+            if begun.is_written:
+                raise CannotRunAgain(
+                    "its batch was written to after the loop got it, as x.div_(255) writes to x, so that it is not as "
+                    "it was. Write x = x / 255."
+                )
+            run = ForwardAgain(begun, self._kept_now())
             with Undo() as undo:
-                self._begin_again(begun.random, undo)
-                see = partial(_see_autocast, seen)
-                undo.register(self._model.register_forward_pre_hook, see, self._model._forward_pre_hooks)
-                found = self._first_nonfinite(begun.batch, loss_scale)
-            if self._loop_in_autocast and seen and not seen[0]:
+                self._begin_again(begun, run, undo)
+                found = self._first_nonfinite(run, loss_scale)
+            if self._loop_in_autocast and run.in_autocast is False:
                 raise CannotRunAgain(self._outside())
+            is_comparable = len(self._begun) == 1 and this_rank() is None  # a forward may use values of other ranks
+            self._check_is_the_step(run, loss if is_comparable else None, is_finite=found is None)
             if found is not None:
                 return found
         return None
 
+    def _check_is_the_step(self, run: ForwardAgain, loss: float | None, *, is_finite: bool) -> None:
+        """Raise CannotRunAgain if a run was not that of the loop, as far as its loss and its code show."""
+        again = None if loss is None or run.loss is None or run.loss.numel() != 1 else run.loss.detach().item()
+        if loss is not None and again is not None:
+            if not _is_near(loss, again):
+                raise CannotRunAgain(
+                    f"its loss was {short_text(loss)} in the loop, and is {short_text(again)} when it runs again. Pass "
+                    "step=, a function of the batch that computes the loss of the loop, and read w.batches(loader) in "
+                    "the loop: a reader in between that is one batch ahead gives each step the batch of the next one."
+                )
+            if math.isfinite(loss):
+                return
+        if is_finite:  # "finite when it runs again" says as much
+            return
+        self._draws = self._draws or run.draws
+        known, changed = run.begun.known, run.now.changed
+        if known is not None and (changed.keys() - known or (run.draws and run.begun.host is None)):
+            raise CannotRunAgain(
+                "its code has changed what it keeps, such as a count or a random generator, so that it may run "
+                "otherwise. From now on this is kept for each step, and the next one can run again."
+            )
+
+    def _kept_of_step(self) -> tuple[HostStates | None, KeptAttributes | None, frozenset[Any] | None]:
+        """Return what code keeps as a forward begins, as far as it is known to change, and of which objects that is."""
+        if not self._keeps:
+            return None, None, None
+        if self._is_first:
+            host, kept = HostStates(), self._kept_now()
+            self._first, self._first_host = self._first or kept, self._first_host or host
+            return host, kept, None
+        if self._first is not None and self._first_host is not None:
+            self._first.look()
+            self._changing |= self._first.changed
+            self._draws = not self._first_host.are_present
+            self._first = None
+        changing = KeptAttributes.of(self._changing.values(), self._weights) if self._changing else None
+        return HostStates() if self._draws else None, changing, frozenset(self._changing)
+
+    def _kept_now(self) -> KeptAttributes:
+        if not self._keeps:
+            return KeptAttributes({})
+        functions = [inspect.unwrap(each) for each in (self._loss, self._step) if each is not None]
+        followed = named_by([self._model, *functions])
+        return KeptAttributes({"model": self._model}, self._weights, followed=followed)
+
+    def _weights(self) -> list[Tensor]:
+        """The tensors that a tool restores itself."""
+        return [*self._model.parameters(), *self._model.buffers()]
+
+    def _take_back(self, run: ForwardAgain) -> None:
+        """Let code keep what it kept before a rerun."""
+        self.is_taken_back = run.now.restore() and self.is_taken_back
+        self._changing |= run.now.changed
+
     def _see_loop(self, model: nn.Module, _args: object) -> None:
         """Note once whether the loop calls the model in an autocast region, and by which wrapper."""
         if not self.at_work and model.training and torch.is_grad_enabled():
-            self._loop_in_autocast = not isinstance(self._scaler, Session) and _in_autocast(model)
+            self._loop_in_autocast = not isinstance(self._scaler, Session) and in_autocast(model)
             self.wrappers = data_parallel(model)
             self.end()
 
@@ -200,21 +286,27 @@ class StepRerun:
             f"in {name if name.isidentifier() else 'it'}, around the forward and the loss."
         )
 
-    def _first_nonfinite(self, batch: Any, loss_scale: float) -> FirstNonfinite | None:
-        return first_nonfinite(
-            self._model, batch, loss=self._loss, step=self._step, scaler=self._scaler, loss_scale=loss_scale
-        )
+    def _first_nonfinite(self, run: ForwardAgain, loss_scale: float) -> FirstNonfinite | None:
+        step = None if self._step is None else run.beginning_again(self._step)
+        loss = None if self._loss is None else run.seeing_loss(self._loss)
+        return first_nonfinite(self._model, run.batch, loss=loss, step=step, scaler=self._scaler, loss_scale=loss_scale)
 
-    def _begin_again(self, random: list[Tensor], undo: Undo) -> None:
-        """Set the random state and the buffers with which the step began, until `undo`."""
+    def _begin_again(self, begun: BegunForward, run: ForwardAgain, undo: Undo) -> None:
+        """Set the state in which the step began, until `undo`."""
         undo.add(partial(setattr, self, "at_work", False))
+        undo.add(partial(self._take_back, run))
         undo.enter_block(partial(apart, self._model))
         buffers = list(self._model.buffers())
         if len(buffers) != len(self._kept):
             raise CannotRunAgain("the forward has added or removed buffers of the model, so they are not as they were.")
         undo.add(partial(self._set, _random_states(), buffers, [buffer.detach().clone() for buffer in buffers]))
+        undo.add(run.host.restore)
+        first = partial(self._model.register_forward_pre_hook, prepend=True)
+        undo.register(first, run.see_forward, self._model._forward_pre_hooks)
         self.at_work = True
-        self._set(random, buffers, self._kept)
+        self._set(begun.random, buffers, self._kept)
+        if begun.host is not None:
+            begun.host.restore()
 
     @torch.no_grad()
     def _set(self, random: list[Tensor], buffers: list[Tensor], values: list[Tensor]) -> None:
@@ -225,17 +317,14 @@ class StepRerun:
             write_value(buffer, value)
 
 
+def _is_near(loss: float, again: float) -> bool:
+    if not (math.isfinite(loss) and math.isfinite(again)):
+        return not math.isfinite(loss) and not math.isfinite(again)
+    return abs(loss - again) <= _SAME * max(abs(loss), abs(again), 2**-20)
+
+
 def _kind_of(buffer: Tensor) -> tuple[Any, ...]:
     return buffer.shape, buffer.dtype, buffer.layout, buffer.device
-
-
-def _see_autocast(seen: list[bool], model: nn.Module, _args: object) -> None:
-    seen.append(_in_autocast(model))
-
-
-def _in_autocast(model: nn.Module) -> bool:
-    device = next((each.device.type for each in model.parameters()), "cpu")
-    return torch.is_autocast_enabled(device) or is_autocast_enabled(device)  # torch's regions, or amplab's
 
 
 def _random_states() -> list[Tensor]:

@@ -8,9 +8,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from functools import partial
+from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
@@ -20,8 +18,6 @@ from amplab.diagnose.catalogue import finding
 from amplab.display.numbers import short_text
 from amplab.formats.stored_values import stored_values
 from amplab.lab.events import StepRecord
-from amplab.lab.kept_attributes import KeptAttributes
-from amplab.lab.own_code import named_by
 from amplab.lab.run_store import RunStore
 from amplab.lab.skip_explanation import SkipExplanation, explained
 from amplab.lab.step_check import StepCheck
@@ -29,11 +25,14 @@ from amplab.lab.step_rerun import CannotRunAgain, StepRerun
 from amplab.parallel.ranks import NeedsOtherRanks
 from amplab.policies.signals import DeferredSignals, is_interrupt
 from amplab.scalers.unscaler import local_shard
-from amplab.trace.as_found import Undo
 
 __all__ = ["WatchedSkips", "names_of_nonfinite_gradients", "value_of"]
 
 _SETTLED = 5  # skips in a row: fewer may be a scale that settles, so the fifth is a kind of its own
+_NOT_TAKEN_BACK = (
+    "a step ran again for its reason, and its code keeps more than is restored after that (tensors of 64 MiB, a "
+    "million elements), which may have changed. Leave out step= and loss= to run none again."
+)
 _SKIPS_BEFORE_CHECK = 5  # skips in a row after which `StepCheck` looks at the next step, if steps cannot run again
 
 
@@ -98,8 +97,7 @@ class WatchedSkips:
             return
         self._pause()
         try:
-            with self._taken_back():
-                found = self._rerun.first_nonfinite(loss_scale)
+            found = self._rerun.first_nonfinite(loss_scale, value)
         except Exception as error:  # a failed explanation must not end the loop
             if is_interrupt(error):
                 raise
@@ -110,6 +108,8 @@ class WatchedSkips:
             self._store.explain(explained(found, step=step, loss=value, first_loss=first, rank=self._store.rank))
             if found is not None:
                 self._store.find(step, finding_of(found))
+        if not self._rerun.is_taken_back:
+            self._tell_once(_NOT_TAKEN_BACK, _NOT_TAKEN_BACK)
         self._store.budget.took(time.perf_counter() - began, kind)
 
     def end(self) -> None:
@@ -140,27 +140,6 @@ class WatchedSkips:
         if not bad or bad[-1] == given[-1]:
             return ""
         return f" The gradient of {bad[-1]} is not finite, and the gradients of the parameters after it are."
-
-    @contextmanager
-    def _taken_back(self) -> Iterator[None]:
-        """Run a block, after which code that runs in a step keeps what it kept before, such as a count of calls."""
-        followed = named_by([self._model, *self._rerun.code])
-        kept = KeptAttributes({"model": self._model}, self._weights, followed=followed)
-        with Undo() as undo:
-            undo.add(partial(self._restore, kept))
-            yield
-
-    def _restore(self, kept: KeptAttributes) -> None:
-        if not kept.restore():
-            text = (
-                "a step ran again for its reason, and its code keeps more than is restored after that (tensors of "
-                "64 MiB, a million elements), which may have changed. Leave out step= and loss= to run none again."
-            )
-            self._tell_once(text, text)
-
-    def _weights(self) -> list[Tensor]:
-        """The tensors that a tool restores itself."""
-        return [*self._model.parameters(), *self._model.buffers()]
 
     def _tell_once(self, reason: str, text: str) -> None:
         if reason not in self._told:
