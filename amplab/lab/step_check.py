@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import NamedTuple
@@ -69,12 +70,21 @@ class StepCheck:
             output, gradient = _first_bad(self._outputs), _first_bad(self._gradients)
         return Seen(output, gradient)
 
-    def findings(self, record: StepRecord, skips: int) -> list[Finding]:
-        """Return the findings about `skips` skipped steps in a row, of which the step of `record` is the next."""
+    def findings(self, record: StepRecord, skips: int, *, has_loss: bool) -> list[Finding]:
+        """Return the findings about `skips` skipped steps in a row, of which the step of `record` is the next.
+
+        Args:
+            record: that step.
+            skips: their number.
+            has_loss: whether its loss is known; without one it is NaN.
+        """
         seen = self.seen()
         if seen.output is not None:
             return [_in_forward(record, skips, seen.output)]
-        return [] if seen.gradient is None else [_in_backward(record, skips, seen.gradient)]
+        if seen.gradient is None:
+            return []
+        case = "loss" if has_loss and not math.isfinite(record.loss) else ""
+        return [_in_backward(record, skips, seen.gradient, case)]
 
     def end(self) -> None:
         """Remove the hooks."""
@@ -140,9 +150,10 @@ def _in_forward(record: StepRecord, skips: int, module: str) -> Finding:
     )
 
 
-def _in_backward(record: StepRecord, skips: int, parameter: str) -> Finding:
+def _in_backward(record: StepRecord, skips: int, parameter: str, case: str) -> Finding:
     return finding(
         "nonfinite-gradient",
+        case,
         certainty="possible",
         tensor=f"gradient of {parameter}",
         evidence={"step": record.step, "loss_scale": record.loss_scale},

@@ -5,6 +5,7 @@ A loop may have several losses in a step, and other optimizers, which step in be
     loss, loss, step of the first      the step has both
     loss, step of another one          the loss is none of the first
     loss, both step, in any order      the step of the first has it
+    loss without a backward            the step does not have it, if it has another one: the loop has dropped the batch
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from torch import Tensor
 from amplab.amp.backward.added_losses import added_losses
 from amplab.lab.scale_probe import NO_STEPS, Steps
 
-__all__ = ["NO_LOSSES", "LossSource", "StepLosses"]
+__all__ = ["NO_LOSSES", "GivenLoss", "LossSource", "StepLosses"]
 
 
 class LossSource(IntEnum):
@@ -28,22 +29,57 @@ class LossSource(IntEnum):
     LOOP = 2
 
 
+class GivenLoss(NamedTuple):
+    """One loss of a loop.
+
+    Attributes:
+        value: the loss; of a tensor on a device, that tensor, which is read later.
+        seen: holds something once a backward has reached it.
+    """
+
+    value: float | Tensor
+    seen: list[bool]
+
+    @classmethod
+    def of(cls, loss: Tensor) -> GivenLoss:
+        """Return a loss of which a hook tells whether a backward reaches it. Sync: one on the CPU, else none."""
+        seen: list[bool] = []
+        if loss.requires_grad:
+            loss.register_hook(lambda _: seen.append(True))
+        else:
+            seen.append(True)
+        return cls(loss.item() if loss.is_cpu and loss.numel() == 1 else loss.detach(), seen)
+
+
 class StepLosses(NamedTuple):
     """The losses since the last record; a value, so that an interrupt leaves the one before or the one after a change.
 
     Attributes:
-        total: sum of those since the last step of any optimizer; None if there is none.
+        given: those since the last step of any optimizer.
         source: who has given them.
         of_step: sum of those with which the first optimizer has stepped since the last record.
         has_stepped: whether it has.
         steps: the steps of the optimizers, as of the last loss or record.
     """
 
-    total: float | Tensor | None = None
+    given: tuple[GivenLoss, ...] = ()
     source: LossSource = LossSource.SESSION
     of_step: float | Tensor | None = None
     has_stepped: bool = False
     steps: Steps = NO_STEPS
+
+    @property
+    def total(self) -> float | Tensor | None:
+        """The sum of those that a backward has reached, or of all before that; None without one. Sync: none."""
+        total: float | Tensor | None = None
+        for each in [each for each in self.given if each.seen] or self.given:
+            total = added_losses(total, each.value)
+        return total
+
+    @property
+    def are_of_a_backward(self) -> bool:
+        """Whether a backward has reached one."""
+        return any(each.seen for each in self.given)
 
     def after(self, steps: Steps) -> StepLosses:
         """Return them after the steps so far: the losses before the last step of any optimizer do not wait any more.
@@ -53,16 +89,17 @@ class StepLosses(NamedTuple):
         if steps == self.steps:
             return self
         if steps.of_first == self.steps.of_first:
-            return StepLosses(None, LossSource.SESSION, self.of_step, self.has_stepped, steps)
-        of_step = self.of_step if self.total is None else added_losses(self.of_step, self.total)
-        return StepLosses(None, LossSource.SESSION, of_step, True, steps)
+            return StepLosses((), LossSource.SESSION, self.of_step, self.has_stepped, steps)
+        total = self.total
+        of_step = self.of_step if total is None else added_losses(self.of_step, total)
+        return StepLosses((), LossSource.SESSION, of_step, True, steps)
 
-    def plus(self, loss: float | Tensor, source: LossSource) -> StepLosses:
+    def plus(self, loss: GivenLoss, source: LossSource) -> StepLosses:
         """Return them with one more. Sync: none."""
         if source < self.source:
             return self
-        total = self.total if source == self.source else None
-        return StepLosses(added_losses(total, loss), source, *self[2:])
+        given = self.given if source == self.source else ()
+        return StepLosses((*given, loss), source, *self[2:])
 
     def recorded(self, steps: Steps) -> tuple[float | Tensor | None, StepLosses]:
         """Return the loss of the step of the first optimizer that is recorded, and the losses left. Sync: none.

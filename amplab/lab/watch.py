@@ -56,7 +56,7 @@ from amplab.lab.run_store import RunStore
 from amplab.lab.scale_growth import ScaleGrowth
 from amplab.lab.scale_probe import ScaledStep, StepCounter, probe_of
 from amplab.lab.step_look import StepLook
-from amplab.lab.step_losses import NO_LOSSES, LossSource
+from amplab.lab.step_losses import NO_LOSSES, GivenLoss, LossSource
 from amplab.lab.step_rerun import StepRerun
 from amplab.lab.tensorboard_scalars import TensorBoardScalars
 from amplab.lab.watched_batches import WatchedBatches
@@ -171,7 +171,6 @@ class Watch:
         self._add_loss = unless_undone(self._see_loss)
         self._probe.see_loss = partial(self._add_loss, LossSource.SESSION)
         self._given = 0  # losses, by the loop
-        self._is_new_batch = False  # until its first loss
         self._measured = -1  # the step that was measured last
         self._unrecorded: tuple[_Outcome, ...] = ()  # several only after interrupts
         self._taken: ScaledStep | ScaleRecord | None = None  # the last outcome that was added to them
@@ -299,7 +298,7 @@ class Watch:
         self._choose_forward_hook()
         if self._has_batches:
             self._at_forward()  # the step before is over
-            self._is_new_batch, self._counter.losses_in_closure = True, None  # that of a step that has failed
+            self._counter.losses_in_closure = None  # that of a step that has failed
             self._rerun.remember(batch)
             if self._steps == 0:
                 self._batch_size = samples_in(batch)
@@ -332,9 +331,9 @@ class Watch:
 
         Several losses of a step, as of micro-batches whose gradients are accumulated, are added up. Those of a step of
         another optimizer than the first one are not recorded, nor are losses without a graph that are computed where
-        gradients are disabled. Of the calls of a closure in one step, as of LBFGS, the first one counts. The loss of a
-        batch that the loop drops before its backward does not count if the loop uses `batches`, and no parameter has a
-        gradient when the next loss comes.
+        gradients are disabled. Of the calls of a closure in one step, as of LBFGS, the first one counts. A loss that no
+        backward reaches does not count beside one that it reaches: the loop has dropped its batch. Nor do the losses of
+        an iteration that was given up, if no parameter has a gradient when the next loss comes.
         """
         if not isinstance(value, Tensor):
             raise TypeError(f"loss({value!r}): expected the tensor that backward starts from, before .item().")
@@ -349,20 +348,16 @@ class Watch:
         return value
 
     def _see_loss(self, source: LossSource, value: Tensor) -> None:
-        """Add a loss to those of the step. Sync: none."""
+        """Add a loss to those of the step; one on a device is read later, so that nothing waits. Sync: none."""
         in_closure = self._counter.losses_in_closure
         if self._rerun.at_work or (in_closure is not None and source in in_closure):
             return
         if in_closure is not None:
             in_closure.add(source)
         losses = self._losses.after(self._counter.steps())
-        if self._is_new_batch:
-            self._is_new_batch = False
-            if losses.total is not None and not self._holds_gradients():  # the loop has dropped the batch before
-                losses = NO_LOSSES._replace(steps=losses.steps)
-        # A loss on a device is read later, so that nothing waits in the middle of a step.
-        loss = value.item() if value.is_cpu and value.numel() == 1 else value.detach()
-        self._losses = losses.plus(loss, source)
+        if losses.are_of_a_backward and not self._holds_gradients():  # of an iteration that was given up
+            losses = NO_LOSSES._replace(steps=losses.steps)
+        self._losses = losses.plus(GivenLoss.of(value), source)
 
     def _holds_gradients(self) -> bool:
         """Whether a parameter has a gradient, or is sharded: FSDP keeps gradients elsewhere until it reduces them."""
@@ -539,7 +534,8 @@ class Watch:
     def _is_finite_so_far(self) -> bool:
         """Whether the loss of this step is finite, and the gradients as far as the scaler knows. Sync: one."""
         loss = value_of(self._losses.total)
-        self._losses = self._losses._replace(total=loss)  # so that it is not read again
+        if loss is not None:  # so that it is not read again
+            self._losses = self._losses._replace(given=(GivenLoss(loss, [True]),))
         return (loss is None or math.isfinite(loss)) and not self._probe.found_inf()
 
     def _take(self, outcome: ScaledStep | ScaleRecord) -> None:

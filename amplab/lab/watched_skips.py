@@ -75,7 +75,8 @@ class WatchedSkips:
             seconds: Since the loop began.
         """
         if self._check is not None:
-            for found in self._check.findings(record, _SKIPS_BEFORE_CHECK):
+            has_loss = not self._store.history.missing_losses(-1)
+            for found in self._check.findings(record, _SKIPS_BEFORE_CHECK, has_loss=has_loss):
                 self._store.find(record.step, found)
             self._check = None
         self._in_a_row = self._in_a_row + 1 if record.skipped else 0

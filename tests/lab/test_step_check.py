@@ -60,6 +60,21 @@ def test_without_a_step_the_first_bad_gradient_is_named(scaling, bad):
     assert found == ([("nonfinite-gradient", "note", "gradient of 1")] if bad else [])
 
 
+@pytest.mark.parametrize(("gives", "words"), [(True, "no loss scale fixes this"), (False, "loss scale is still too")])
+def test_the_loss_scale_is_no_cause_of_a_loss_of_inf(gives, words):
+    model = mlp()
+    optimizer, scaler = torch.optim.SGD(model.parameters(), lr=1e-3), torch.amp.GradScaler("cpu")
+    with watch(model, optimizer, scaler=scaler) as w:
+        for _ in range(7):
+            optimizer.zero_grad()
+            loss = model(torch.ones(2, 4)).square().mean() * torch.inf
+            scaler.scale(w.loss(loss) if gives else loss).backward()
+            scaler.step(optimizer)
+            scaler.update()
+    (found,) = w.findings().named("nonfinite-gradient").found
+    assert words in found.cause
+
+
 def mlp():
     torch.manual_seed(0)
     return nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 1))

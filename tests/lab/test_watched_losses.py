@@ -1,5 +1,6 @@
 """The loss of a record is the sum of the losses of its step, as a loop that keeps a list itself would have it."""
 
+import contextlib
 import math
 
 import pytest
@@ -10,7 +11,7 @@ import amplab
 from amplab import amp
 from amplab.lab import load_run, watch
 from amplab.lab.scale_probe import NO_STEPS
-from amplab.lab.step_losses import NO_LOSSES, LossSource
+from amplab.lab.step_losses import NO_LOSSES, GivenLoss, LossSource
 
 SCALERS = {"none": None, "torch": torch.amp.GradScaler, "amplab": amplab.GradScaler}
 PARTS = 3  # micro-batches of a step
@@ -224,20 +225,54 @@ def test_the_first_loss_of_a_closure_is_that_of_the_step():
     assert w.history.column("loss").tolist() == told
 
 
-def test_the_loss_of_a_batch_that_the_loop_drops_is_in_no_record():
-    model, told = nn.Linear(4, 1), []
+@pytest.mark.parametrize("set_to_none", [True, False])
+@pytest.mark.parametrize("has_batches", [True, False], ids=["batches", "no batches"])
+@pytest.mark.parametrize("parts", [1, PARTS])
+@pytest.mark.parametrize("scaling", SCALERS)
+def test_the_loss_of_a_batch_that_the_loop_drops_is_in_no_record(scaling, parts, has_batches, set_to_none):
+    """Also where it is one of several of a step, and where the gradients are zeros."""
+    model, told, losses = nn.Linear(4, 1), [], []
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-    with watch(model, optimizer) as w:
-        for number, x in enumerate(w.batches(torch.randn(6, 8, 4))):
-            optimizer.zero_grad()
-            loss = w.loss(model(x * (math.nan if number in (0, 3) else 1.0)).square().mean())
-            if not loss.isfinite():
-                continue
-            loss.backward()
-            optimizer.step()
-            told.append(loss.item())
+    scaler = SCALERS[scaling]("cpu", init_scale=64.0) if SCALERS[scaling] else torch.amp.GradScaler(enabled=False)
+    data = torch.randn(6 * parts, 8, 4)
+    with watch(model, optimizer, scaler=scaler) as w:
+        for number, x in enumerate(w.batches(data) if has_batches else data):
+            loss = w.loss(model(x * (math.nan if number in (0, 4) else 1.0)).square().mean())
+            if loss.isfinite():
+                scaler.scale(loss).backward()
+                losses.append(loss.item())
+            if losses and (number + 1) % parts == 0:
+                scaler.step(optimizer)
+                scaler.update()
+                optimizer.zero_grad(set_to_none=set_to_none)
+                told.append(sum(losses))
+                losses.clear()
     assert w.history.column("loss").tolist() == told
     assert not w.findings()
+
+
+@pytest.mark.parametrize("has_batches", [True, False], ids=["batches", "no batches"])
+@pytest.mark.parametrize("scaling", SCALERS)
+def test_the_loss_of_an_iteration_that_is_given_up_is_in_no_record(scaling, has_batches):
+    model, told, data = nn.Linear(4, 1), [], torch.randn(6, 8, 4)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    scaler = SCALERS[scaling]("cpu", init_scale=64.0) if SCALERS[scaling] else torch.amp.GradScaler(enabled=False)
+
+    def train(x, number):
+        optimizer.zero_grad()
+        loss = w.loss(model(x).square().mean())
+        scaler.scale(loss).backward()
+        if number in (1, 4):
+            raise MemoryError
+        scaler.step(optimizer)
+        scaler.update()
+        told.append(loss.item())
+
+    with watch(model, optimizer, scaler=scaler) as w:
+        for number, x in enumerate(w.batches(data) if has_batches else data):
+            with contextlib.suppress(MemoryError):
+                train(x, number)
+    assert w.history.column("loss").tolist() == told
 
 
 def test_a_loss_of_a_tool_is_none_of_the_step():
@@ -263,7 +298,7 @@ def test_losses_that_are_read_late_have_the_sum_that_numbers_have(dtype):
     """As losses on a device; half ones may add up to more than half holds."""
     losses, given = NO_LOSSES, torch.rand(50, dtype=torch.float64).mul(40_000).to(dtype)
     for loss in given:
-        losses = losses.plus(loss, LossSource.LOOP)
+        losses = losses.plus(GivenLoss(loss, []), LossSource.LOOP)
     total, left = losses.recorded(NO_STEPS)
     assert isinstance(total, torch.Tensor)
     assert total.item() == sum(given.tolist())

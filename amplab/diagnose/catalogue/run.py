@@ -240,7 +240,14 @@ RUN = (
                 "Either the loss scale is still too large and falls until it fits, or the backward of an op overflows "
                 "at every loss scale. A replay of the step shows which.",
                 _WATCH,
-            )
+            ),
+            "loss": Case(
+                "{skips} steps in a row were skipped. In the next step every output that was seen is finite, the loss "
+                "is not, and the gradient of {parameter} is the first that is not.",
+                "An op between these outputs and the loss makes it inf or NaN; no loss scale fixes this. A replay of "
+                "the step names the op.",
+                _WATCH,
+            ),
         },
         supersedes=("still-skipping",),
     ),
