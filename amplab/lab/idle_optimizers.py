@@ -72,7 +72,7 @@ class IdleOptimizers:
         def count(*_: object) -> None:
             self._steps[number] += 1
 
-        return observing_steps(count)
+        return observing_steps(count, self._optimizers[number])
 
 
 def _with_gradient(model: nn.Module, optimizer: Optimizer) -> list[str]:

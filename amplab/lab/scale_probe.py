@@ -92,12 +92,12 @@ class StepCounter:
 
         Steps of the first one are counted with a scaler only: without one its hook reports them at once.
         """
-        first, see_step = self._optimizers[0], observing_steps(self._see_step)
+        first = self._optimizers[0]
         counted = self._optimizers if self._scaler is not None else self._optimizers[1:]
-        ends = [each.register_step_post_hook(see_step).remove for each in counted]
+        ends = [each.register_step_post_hook(observing_steps(self._see_step, each)).remove for each in counted]
         if _needs_closure(first):
-            ends.append(first.register_step_pre_hook(observing_steps(partial(self._see_closure, set))).remove)
-            ends.append(first.register_step_post_hook(observing_steps(partial(self._see_closure, None))).remove)
+            ends.append(first.register_step_pre_hook(observing_steps(partial(self._see_closure, set), first)).remove)
+            ends.append(first.register_step_post_hook(observing_steps(partial(self._see_closure, None), first)).remove)
 
         def end() -> None:
             for each in ends:
@@ -158,7 +158,7 @@ class ScaleProbe:
 
     def follow(self, optimizer: Optimizer, report: Report) -> Callable[[], None]:
         """Call `report` after every step; return a function that ends this."""
-        return optimizer.register_step_post_hook(observing_steps(lambda *_: report(ScaledStep()))).remove
+        return optimizer.register_step_post_hook(observing_steps(lambda *_: report(ScaledStep()), optimizer)).remove
 
     def scale(self) -> float:
         """Return the scale in effect. Sync: one if it is on a device."""
@@ -208,7 +208,7 @@ class _ApexProbe(ScaleProbe):
         ends = [
             self._session.subscribe(unless_undone(self._see_scale)),
             self._session.subscribe(unless_undone(self._see_record), optimizer),
-            optimizer.register_step_post_hook(observing_steps(self._see_step)).remove,
+            optimizer.register_step_post_hook(observing_steps(self._see_step, optimizer)).remove,
         ]
 
         def end() -> None:
@@ -330,7 +330,7 @@ class _AmplabProbe(ScaleProbe):
 
         ends = (
             self._scaler.subscribe(unless_undone(hear)),
-            optimizer.register_step_post_hook(observing_steps(self._see_call)).remove,
+            optimizer.register_step_post_hook(observing_steps(self._see_call, optimizer)).remove,
         )
 
         def end() -> None:
@@ -371,7 +371,7 @@ class _TorchProbe(ScaleProbe):
     def follow(self, optimizer: Optimizer, report: Report) -> Callable[[], None]:
         self._report, self._optimizer_id = report, id(optimizer)
         self._scale, self._rows = self._scaler.get_scale(), self._scaler._per_optimizer_states
-        remove = optimizer.register_step_post_hook(observing_steps(self._see_call)).remove
+        remove = optimizer.register_step_post_hook(observing_steps(self._see_call, optimizer)).remove
 
         def end() -> None:
             self._has_ended = True

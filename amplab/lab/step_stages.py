@@ -36,6 +36,7 @@ from amplab.formats.stored_values import stored_values
 from amplab.kernels import TensorStats, tensor_stats
 from amplab.policies.casting.function_modes import without_function_modes
 from amplab.scalers import DynamicScale
+from amplab.trace.optimizer_hooks import once_a_step
 
 if TYPE_CHECKING:
     from amplab.lab.events import StepRecord
@@ -467,7 +468,7 @@ class StageRecorder:
                 if each.optimizer == number and not each.is_done:
                     self._attempt(each.seen.name, partial(see, each))
 
-        return hook
+        return once_a_step(hook, self._optimizers[number])
 
     def _before_step(self, each: _Watched) -> None:
         with without_function_modes():

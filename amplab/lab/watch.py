@@ -159,7 +159,9 @@ class Watch:
             optimizers[0],
             UncopiedHook(unless_undone(self._see_forward)),
             UncopiedHook(unless_undone(self._see_output)),
-            observing_steps(seeing_gradients(observing_steps(self._see_gradients))),
+            observing_steps(
+                seeing_gradients(torch.compiler.disable(unless_undone(self._see_gradients))), optimizers[0]
+            ),
         )
         self._hooks = _Hooks(
             forward=_Hook(model.register_forward_pre_hook, see_forward, model._forward_pre_hooks),

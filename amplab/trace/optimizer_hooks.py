@@ -4,6 +4,8 @@ torch runs the hooks on all optimizers from one dict for the process, and a thre
 another one changes the dict. So amplab has one hook there before a step and one after it, which call the functions of
 their thread. Where the process has other threads they stay once they are registered, and do nothing without a function.
 
+`once_a_step`: a hook that is called once a step, also if each of several classes has a part of it.
+
 `seeing_gradients`: a hook before a step that sees the gradients of this step, also if its closure computes them.
 
 `keeping_failures_of_hooks`: let a program's own hooks after the step of one optimizer raise without an effect on it.
@@ -19,6 +21,7 @@ import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial, wraps
+from types import FrameType
 from typing import Any
 
 import torch
@@ -40,6 +43,7 @@ __all__ = [
     "is_amplabs",
     "keeping_failures_of_hooks",
     "observe_steps",
+    "once_a_step",
     "seeing_gradients",
 ]
 
@@ -79,15 +83,67 @@ def observe_steps(undo: Undo, *, before: Observer | None = None, after: Observer
 
 def before_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Given:
     """Call the observers of this thread, and return the arguments of the step; torch calls it before each step."""
-    for observer in tuple(_OBSERVERS.before):
+    for observer in _called(_OBSERVERS.before, optimizer):
         args, kwargs = observer(optimizer, args, kwargs) or (args, kwargs)
     return args, kwargs
 
 
 def after_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """Call the observers of this thread; torch calls it after each step."""
-    for observer in tuple(_OBSERVERS.after):
+    for observer in _called(_OBSERVERS.after, optimizer):
         observer(optimizer, args, kwargs)
+
+
+def _called(observers: list[Observer], optimizer: Optimizer) -> tuple[Observer, ...]:
+    is_asked = observers and not _has_single_step(optimizer)
+    return () if is_asked and _is_part_of_step(optimizer) else tuple(observers)
+
+
+def once_a_step(hook: Callable[..., Any], optimizer: Optimizer) -> Callable[..., Any]:
+    """Return a hook on the steps of an optimizer that is not called for ``super().step()`` within such a step.
+
+    torch calls the hooks around the step of each class of which it has seen an optimizer. An optimizer that steps
+    another one is no such case: each of the two has its step.
+
+    Args:
+        hook: is registered before or after the steps of the optimizer.
+        optimizer: one whose class has a single step gets the hook as it is.
+
+    Sync: none.
+    """
+    if _has_single_step(optimizer):
+        return hook
+
+    @wraps(hook)
+    def observe(*given: Any) -> Any:
+        return None if _is_part_of_step(optimizer) else hook(*given)
+
+    return observe
+
+
+def _has_single_step(optimizer: Optimizer) -> bool:
+    """Whether only its class has a step, beside that of `Optimizer`, which raises."""
+    return sum("step" in vars(kind) for kind in type(optimizer).__mro__) <= 2
+
+
+_CODE_OF_A_STEP = Optimizer.profile_hook_step(lambda: None).__code__
+"""Of the function that torch puts around `step`, which calls the hooks."""
+
+
+def _is_part_of_step(optimizer: Optimizer) -> bool:
+    """Whether the step whose hooks run now is called by another step of the same optimizer.
+
+    The stack tells, and not a note, which a step that raises would leave behind.
+    """
+    frame: FrameType | None = sys._getframe(1)
+    is_found = False  # the step whose hooks run
+    while frame is not None:
+        if frame.f_code is _CODE_OF_A_STEP:
+            if is_found and frame.f_locals.get("self") is optimizer:
+                return True
+            is_found = True
+        frame = frame.f_back
+    return False
 
 
 def seeing_gradients(see: Callable[..., object]) -> Observer:

@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from amplab.amp.apex.before_initialize import hooks_of
@@ -32,6 +33,7 @@ from amplab.trace.as_found import Undo, rebind, remove_hooks_since
 from amplab.trace.collectives import NoCollectives
 from amplab.trace.engines import compiled_functions_eagerly
 from amplab.trace.forwarded_modules import buffers_kept
+from amplab.trace.optimizer_hooks import once_a_step
 from amplab.trace.optimizer_states import unchanged_optimizers
 from amplab.trace.random_states import random_states_kept, restorers
 from amplab.trace.stand_ins import apart
@@ -220,12 +222,14 @@ def unless_undone(hook: Callable[..., Any]) -> Callable[..., Any]:
     return observe
 
 
-def observing_steps(hook: Callable[..., Any]) -> Callable[..., Any]:
-    """As `unless_undone`, for a hook on the steps of an optimizer: a loop may compile them, and not the hook.
+def observing_steps(hook: Callable[..., Any], optimizer: Optimizer) -> Callable[..., Any]:
+    """As `unless_undone`, for a hook on the steps of an optimizer, of which it sees each once, see `once_a_step`.
+
+    A loop may compile its steps, and not the hook.
 
     Reference: torch.compiler.disable.
     """
-    outside: Callable[..., Any] = torch.compiler.disable(unless_undone(hook))
+    outside: Callable[..., Any] = torch.compiler.disable(unless_undone(once_a_step(hook, optimizer)))
     return outside
 
 
