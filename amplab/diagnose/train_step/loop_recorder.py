@@ -425,9 +425,14 @@ class LoopRecorder:
             self._left_over.append(name)
 
     def _begin_pass(self, name: str) -> None:
-        """A parameter that is reached for a second time, or after a step, is reached by another backward."""
+        """A parameter that is reached for a second time, or after a step, is reached by another backward.
+
+        A step uses those of its closure. The backwards of its first call come before `_stepping`, which judges them.
+        """
         if name in self._passed_now or not self._passed_now:
             self._passes, self._passed_now = self._passes + 1, set()
+        if self._in_step:
+            self._useful.add(self._passes)
         self._passed_now.add(name)
 
     def _stepping(self, optimizer: Optimizer, _args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -464,15 +469,22 @@ class LoopRecorder:
                 self._useful.add(state.passed)
                 if state.dropped and self._is_the_last_alone(self._stepped[-1]):
                     self._dropped.append((number, name, state.dropped))
-                # The gradient stays where it is, so that a second scaler that unscales it is noticed.
-                kept = _GradientState(gradient=state.gradient, unscaled=state.unscaled, is_unscaled=state.is_unscaled)
-                self._states[name] = kept
+                self._begin_anew(name)
                 self._written_masters.discard(id(parameter.grad))
         records = {"early": self._early, "by_two": self._by_two, "unguarded": self._unguarded, "hidden": self._hidden}
         for kind, found in misused.items():
             if found:
                 names = tuple(name for name, _ in found)
                 records[kind].append(MisusedGradients(number, names, max(times for _, times in found)))
+
+    def _begin_anew(self, name: str) -> None:
+        """Forget what was delivered until a step has used it.
+
+        The gradient stays where it is, so that a second scaler that unscales it is noticed.
+        """
+        state = self._states[name]
+        kept = _GradientState(gradient=state.gradient, unscaled=state.unscaled, is_unscaled=state.is_unscaled)
+        self._states[name] = kept
 
     def _is_the_last_alone(self, gradient: SteppedGradient) -> bool:
         """Whether a step uses what the last backward delivered and nothing else; a session adds up what it unscales."""
@@ -495,8 +507,11 @@ class LoopRecorder:
         number = self._number(optimizer)
         self._in_step -= number is not None and self._in_step > 0
         if number is not None:
+            self._passed_now = set()
             self._compare_updates(number)
             own = {self._names.get(id(each), "") for each in model_parameters(optimizer)}
+            for name in own & {name for name, state in self._states.items() if state.backwards}:  # in the closure
+                self._begin_anew(name)
             self._outdated |= {copy.data_ptr(): name for name, copy in self._copies.items() if name in own}
 
     def _compare_updates(self, number: int) -> None:
