@@ -318,8 +318,9 @@ class _AmplabProbe(ScaleProbe):
             if rows is self._heard:  # the record of another loss
                 return
             calls, row = self._calls if rows is self._rows else _Calls(), rows.get(id(optimizer), {})
-            # The record is of the last step, which may be that of another optimizer.
-            skipped = record.found_inf and calls.found_inf() if calls.count else row.get("verdict", False)
+            # The record is of the last step, which may be that of another optimizer, and of the first loss alone.
+            may_be_inf = record.found_inf or len(self._scaler._scales) > 1
+            skipped = may_be_inf and calls.found_inf() if calls.count else row.get("verdict", False)
             if skipped is not record.skipped:
                 record = replace(record, skipped=skipped, first_nonfinite=None)
             if (loss := row.get("loss", record.loss)) is not record.loss:

@@ -430,3 +430,27 @@ def test_a_session_that_is_not_enabled_is_watched_as_a_loop_without_a_scale(apex
         losses.append(list(w.history.column("loss")))
     assert torch.equal(*weights)
     assert losses[0] == losses[1]
+
+
+@pytest.mark.parametrize("kind", [torch.optim.SGD, amplab.optimizers.FusedSGD, amplab.optimizers.FusedAdam])
+@pytest.mark.parametrize("first", [0, 1])
+def test_a_skip_counts_whichever_of_several_losses_has_overflowed(first, kind):
+    """Which steps are skipped is what the weights say: each loss overflows in turn, then both."""
+    torch.manual_seed(0)
+    model = nn.Linear(16, 4)
+    optimizer, unmoved = kind(model.parameters(), lr=0.1), []
+    scaler = amplab.GradScaler("cpu", init_scale=1024.0, num_losses=2)
+    bad = {2: (first,), 4: (1 - first,), 6: (0, 1)}
+    with watch(model, optimizer, scaler=scaler) as w:
+        for number, (x, y) in enumerate(BATCHES):
+            optimizer.zero_grad()
+            before = model.weight.detach().clone()
+            for loss_id in range(2):
+                loss = F.cross_entropy(model(x), y) * (float("inf") if loss_id in bad.get(number, ()) else 1.0)
+                with scaler.scale_loss(loss, optimizer, loss_id=loss_id) as scaled:
+                    scaled.backward()
+            scaler.step(optimizer)
+            scaler.update()
+            unmoved.append(torch.equal(before, model.weight))
+    assert unmoved == [number in bad for number in range(8)]
+    assert [record.skipped for record in w.history.records()] == unmoved
