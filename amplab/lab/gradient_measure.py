@@ -53,6 +53,7 @@ class GradientMeasure:
     @torch.no_grad()
     def take(self) -> None:
         """Measure the gradients that the optimizers hold now. Sync: a few."""
+        self.forget()
         measured = self._measured()
         if not measured:
             return
@@ -73,6 +74,7 @@ class GradientMeasure:
     @torch.no_grad()
     def take_largest(self) -> None:
         """Measure only the largest gradient that the optimizers hold now. Sync: none; one when it is read."""
+        self.forget()
         grads = [grad for grad in self._gradients() if grad.numel()]
         if grads and grads[0].is_cpu:
             ends = [end.float() for grad in grads for end in torch.aminmax(grad)]  # 18 x as fast as the inf norm

@@ -552,7 +552,9 @@ class Watch:
         step = row[0]
         if (rate := learning_rate(self._optimizers[0].param_groups[0])) is not None:
             self._rates.append((step, rate))
-        if (histogram := self._measure.histogram) is not None:
+        histogram = self._measure.histogram
+        # A scaler does not call an optimizer that it skips: what was measured is then of a step that was given up.
+        if histogram is not None and not (outcome.skipped and self._measure.is_finite):
             self._keep_measure(step, histogram, outcome)
         self._measure.forget()
         if len(outcome.backward_scales) > 1 and len(set(outcome.backward_scales)) > 1:

@@ -1,5 +1,7 @@
 """What a scaler tells a watch: a step that adds up backwards under several scales is found, and nothing else is."""
 
+from contextlib import suppress
+
 import pytest
 import torch
 from torch import nn
@@ -454,3 +456,45 @@ def test_a_skip_counts_whichever_of_several_losses_has_overflowed(first, kind):
             unmoved.append(torch.equal(before, model.weight))
     assert unmoved == [number in bad for number in range(8)]
     assert [record.skipped for record in w.history.records()] == unmoved
+
+
+def spoiled(scaler, optimizer, loss):
+    """A step of a scaler, or of the session."""
+    if scaler is amp:
+        with amp.scale_loss(loss, optimizer) as scaled:
+            scaled.backward()
+        optimizer.step()
+    else:
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+
+
+@pytest.mark.parametrize("in_batches", [True, False])
+@pytest.mark.parametrize("kind", ["amplab", "fused", "apex"])
+def test_a_skip_has_no_gradients_of_an_iteration_that_was_given_up(kind, in_batches, apex):
+    """Iteration 1 ends in a hook of the optimizer, whose gradients were measured before; iteration 2 overflows."""
+    torch.manual_seed(0)
+    model = nn.Linear(16, 4)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, fused=kind == "fused")
+    if kind == "apex":
+        apex(model, optimizer, loss_scale="dynamic")
+        amp.load_state_dict({"loss_scaler0": {"loss_scale": 1024.0, "unskipped": 0}})
+    scaler, number = amp if kind == "apex" else amplab.GradScaler("cpu", init_scale=1024.0), 0
+
+    def run_out_of_memory(*_):
+        if number == 1:
+            raise MemoryError
+
+    with watch(model, optimizer, scaler=scaler, every=1) as w:
+        optimizer.register_step_pre_hook(run_out_of_memory)
+        for number, (x, y) in enumerate(w.batches(BATCHES[:5]) if in_batches else BATCHES[:5]):
+            optimizer.zero_grad()
+            loss = F.cross_entropy(model(x), y) * (float("inf") if number == 2 else 1.0)
+            with suppress(MemoryError):
+                spoiled(scaler, optimizer, w.loss(loss) if scaler is not amp else loss)
+    assert [record.skipped for record in w.history.records()] == [False, True, False, False]
+    measured = {sample.step: sample.histogram for sample in w.history.gradient_samples}
+    finite = [step for step, histogram in measured.items() if not histogram.infs + histogram.nans]
+    assert finite == [0, 2, 3]
+    assert len(measured) == 3 + (kind == "fused")
