@@ -245,10 +245,10 @@ def holders(roots: Mapping[str, Any], followed: Mapping[str, Any] | None = None)
                 seen.add(id(module))
                 yield f"{path}/{place}", (names := Names(module, vars(module), _OF_EVERY_MODULE))
                 if path in roots:  # the weights are those of the model
-                    yield f"{path}/{place} buffers", _Buffers(module, module._buffers)
+                    yield f"{path}/{place} buffers", _Buffers(module, _listed(module._buffers))
                 else:
-                    yield f"{path}/{place} buffers", _TensorsOutside(module, module._buffers)
-                    yield f"{path}/{place} weights", _TensorsOutside(module, module._parameters)
+                    yield f"{path}/{place} buffers", _TensorsOutside(module, _listed(module._buffers))
+                    yield f"{path}/{place} weights", _TensorsOutside(module, _listed(module._parameters))
                 waiting += _parts_in(f"{path}/{place}", names, is_followed) + own_hooks(f"{path}/{place}", module)
         elif isinstance(value, Optimizer):
             if not type(value).__module__.startswith(("torch.", "amplab.")):  # whose state_dict has all
@@ -271,6 +271,11 @@ def holders(roots: Mapping[str, Any], followed: Mapping[str, Any] | None = None)
             waiting += [
                 (f"{path}.{name}", part) for name in _OF_LOADER if _attributes(part := parts.get(name)) is not None
             ]
+
+
+def _listed(tensors: Any) -> dict[str, Any]:
+    """Return the buffers or parameters of a module; of a scripted one, which keeps them in C++, those of now."""
+    return tensors if isinstance(tensors, dict) else dict(tensors.items())
 
 
 def names_of(path: str, value: Any) -> Iterator[tuple[str, Names]]:

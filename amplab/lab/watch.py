@@ -753,8 +753,8 @@ def watch(
     ``masked_fill`` with a tensor as its value, by another formula, whose last bits may differ. After a step that runs
     again, what its code keeps is as before, as far as names in the code lead to it: weights, random generators,
     variables, also those of your other files, of a thread and of a context, attributes of your functions and classes,
-    and what containers, arrays and objects of your own classes hold. Iterators, files, caches of functools, and
-    objects, classes and modules of installed packages are not taken back.
+    and what containers, arrays and objects of your own classes hold. Iterators, files, caches of functools,
+    attributes of scripted modules, and objects, classes and modules of installed packages are not taken back.
 
     A step with a closure, ``optimizer.step(closure)``, uses the gradients that the closure computes. Measured and
     explained are those of its first run, as LBFGS runs it several times in a step. Hooks of other code on the step may
