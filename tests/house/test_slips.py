@@ -91,13 +91,10 @@ def bare_excepts(tree: ast.AST) -> Iterator[int]:
 def properties_with_a_lock(tree: ast.AST) -> Iterator[int]:
     """Find functools.cached_property, whose lock in Python 3.11 stops a forked process; `kept_property` has none."""
     for node in ast.walk(tree):
-        match node:
-            case ast.ImportFrom(module="functools", names=names) if any(
-                each.name == "cached_property" for each in names
-            ):
-                yield node.lineno
-            case ast.Attribute(value=ast.Name(id="functools"), attr="cached_property"):
-                yield node.lineno
+        if isinstance(node, ast.FunctionDef):
+            for decorator in node.decorator_list:
+                if ast.unparse(decorator).rpartition(".")[2] == "cached_property":
+                    yield decorator.lineno
 
 
 def locks_left_to_forks(tree: ast.AST) -> Iterator[int]:
@@ -169,7 +166,7 @@ CONTEXT = "@contextmanager\ndef scope():\n"
         (mutable_defaults, "def run(*, options=dict()): ..."),
         (mutable_defaults, "run = lambda steps={}: steps"),
         (bare_excepts, "try:\n    run()\nexcept:\n    pass"),
-        (properties_with_a_lock, "from functools import cache, cached_property"),
+        (properties_with_a_lock, "class Rule:\n    @cached_property\n    def scale(self): ..."),
         (properties_with_a_lock, "class Rule:\n    @functools.cached_property\n    def scale(self): ..."),
         (locks_left_to_forks, "_lock = threading.Lock()"),
         (locks_left_to_forks, "class Runs:\n    def __init__(self):\n        self._lock = RLock()"),

@@ -220,12 +220,13 @@ def counted_in_a_thread_and_a_context(model):
 
 
 def counted_in_arguments_of_every_call(model):
-    def step(factor, x, kept=[0], *, by_name={"calls": 0}):  # noqa: B006 - that is the case
+    def step(factor, x, kept=(), *, by_name=()):
         kept[0] += 1
         by_name["calls"] += 1
         factor["calls"] += 1
         return model(x).float().square().mean() / (kept[0] + by_name["calls"] + factor["calls"])
 
+    step.__defaults__, step.__kwdefaults__ = ([0],), {"by_name": {"calls": 0}}
     return partial(step, {"calls": 0})
 
 

@@ -1,21 +1,11 @@
 """The sum of the losses of a step, which is not read before it is needed."""
 
-from typing import overload
-
 import torch
 from torch import Tensor
 
 from amplab.policies.casting.function_modes import without_function_modes
 
 __all__ = ["added_losses"]
-
-
-@overload
-def added_losses(total: Tensor | None, loss: Tensor) -> Tensor: ...
-
-
-@overload
-def added_losses(total: float | Tensor | None, loss: float | Tensor) -> float | Tensor: ...
 
 
 @torch.no_grad()

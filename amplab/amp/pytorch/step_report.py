@@ -6,7 +6,7 @@ is read before `StepReport.outcome`.
 
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -143,7 +143,7 @@ class ScaleSubscribers:
     def note(self, loss: Tensor, scale: Tensor) -> None:
         """Record a loss that is scaled. Sync: none."""
         before, self._has_stepped = None if self._has_stepped else self._loss, False
-        self._loss, self._scale = added_losses(before, loss.detach()), _kept(scale)
+        self._loss, self._scale = cast(Tensor, added_losses(before, loss.detach())), _kept(scale)
         self._scales.append(self._scale)
 
     def loss_of_step(self) -> Tensor | None:
