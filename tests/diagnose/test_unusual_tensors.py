@@ -111,11 +111,17 @@ def test_every_tool_runs_a_step_with_such_tensors(step, tool):
 def test_a_watch_looks_at_such_a_step(step):
     own = model()
     optimizer, scaler = torch.optim.SGD(own.parameters(), lr=0.0), amplab.GradScaler("cpu", init_scale=1024.0)
-    with warnings.catch_warnings(), amplab.watch(own, optimizer, scaler=scaler, step=step) as watched:
+    factor = [1.0]
+
+    def loss_of(own, batch):
+        return step(own, batch) * factor[0]
+
+    with warnings.catch_warnings(), amplab.watch(own, optimizer, scaler=scaler, step=loss_of) as watched:
         warnings.simplefilter("error", RuntimeWarning)  # a look that failed
         for number, batch in enumerate(watched.batches([BATCH] * 6)):
             optimizer.zero_grad()
-            loss = watched.loss(step(own, batch) * (1e39 if number == 3 else 1.0))
+            factor[0] = 1e39 if number == 3 else 1.0
+            loss = watched.loss(loss_of(own, batch))
             scaler.scale(loss).backward()
             scaler.step(optimizer)
             scaler.update()

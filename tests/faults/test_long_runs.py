@@ -93,7 +93,7 @@ def test_what_a_chart_costs_does_not_grow_with_the_run(tmp_path: Path) -> None:
 TICK: dict[str, Callable[[History], object]] = {
     "charts": frame_rows,
     "skipped": skipped_payload,
-    "scale": lambda history: dynamics(history, ExperimentConfig(), 65536.0),
+    "scale": lambda history: dynamics(history, ExperimentConfig(), 65536.0, None),
     "status": lambda history: run_status(history, floor=1.0),
     "findings": observed_run,
 }
