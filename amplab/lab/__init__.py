@@ -8,8 +8,8 @@ The files, by part::
 
     what to train           config (the fields of an experiment), tasks, models, levels
     code of your own        own_task, batches, own_objects, own_values, own_state (what objects keep, in another
-                            process), kept_attributes (during a look), kept_weights, model_buffers,
-                            schedule_states, code_digests
+                            process), kept_attributes (during a look), own_code (in a watch), kept_weights,
+                            model_buffers, schedule_states, code_digests
     training                experiment (one step), trainer, present_run (what changes and replaces its run), controls
                             (what its thread is to do), worker (the thread), drawing_turns (which of them draws random
                             numbers), events
@@ -24,7 +24,8 @@ The files, by part::
                             rank_training (`amplab train`)
     several runs            kept_runs (beside the present one), comparison (all levels), undo
     your own loop           watch, watched_run, scale_probe, step_losses, gradient_measure, idle_optimizers,
-                            watched_skips, step_look, step_check, step_rerun, watch_callback, tensorboard_scalars
+                            watched_skips, step_look, step_check, step_rerun, forward_again, watch_callback,
+                            tensorboard_scalars
     how to start            open (JupyterLab), first_paint (until it is there), console (terminal)
 
 Four files examine the steps of your own loop; watched_skips calls the last two::
