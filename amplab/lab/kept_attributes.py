@@ -28,7 +28,6 @@ __all__ = ["KeptAttributes"]
 _MOST_BYTES, _MOST_BYTES_OF_STEP = 2**26, 2**20  # of tensors and arrays
 _MOST_ELEMENTS, _MOST_ELEMENTS_OF_STEP = 1_000_000, 20_000  # of containers; of longer lists, appends are taken back
 _OF_A_TENSOR = 20  # elements, by the time that it takes
-_MOST_BYTES_COMPARED = 2**20  # of a tensor that no op has written to: it may have been by `.data`
 _DEPTH = 16
 _CPU = torch.device("cpu")
 _BOUND = BuiltinMethodType, MethodType
@@ -283,7 +282,7 @@ def _has_elements(value: Tensor, before: Tensor, version: int | None) -> bool:
     if version is not None and (value._version != version or value.shape != before.shape):
         return False
     with torch.no_grad(), suppress(RuntimeError):  # as of a dtype that cannot be compared
-        return value.nbytes > _MOST_BYTES_COMPARED or torch.equal(value, before)
+        return torch.equal(value, before)  # it may have been written to by `.data`
     return True
 
 

@@ -10,6 +10,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
+import torch
+
 from amplab.scalers import RecurrentRule, ScaleRule, ScaleState
 
 __all__ = ["ScaleGrowth", "growth_of_rule", "growth_of_saved", "interval_of"]
@@ -77,5 +79,7 @@ def growth_of_saved(rule: ScaleRule | None, saved: Mapping[str, Any]) -> ScaleGr
     factor = saved["growth_factor"]
     interval = saved["growth_interval"] if factor > 1 else 0
     # torch compares the count with the interval for equality: one that is past it counts on until an overflow.
-    left = interval - clean_steps if clean_steps < interval else None
-    return ScaleGrowth(scale, scale * factor, clean_steps, interval, left)
+    # It keeps a scale that would grow to inf in float32.
+    grown = scale * factor
+    left = interval - clean_steps if clean_steps < interval and grown <= torch.finfo(torch.float32).max else None
+    return ScaleGrowth(scale, grown, clean_steps, interval, left)

@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.module import register_module_forward_pre_hook
+from torch.nn.modules.module import _global_forward_pre_hooks, register_module_forward_pre_hook
 from torch.optim import Optimizer
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
@@ -85,6 +85,7 @@ class StepLook:
         self._step = 0
         self._next_loop = self._next_values = 0  # the first step at which to look again
         self._tries = 0
+        self._has_dropped = False  # a step has dropped the gradients of a backward
         self._looks = self._value_looks = 0
         self._has_batches = False
         self._grad_enabled: bool | None = None  # when the body of the last look at values began
@@ -270,7 +271,10 @@ class StepLook:
         else:  # also a step that overflowed and went past its scaler
             findings = [*gradient_findings(seen, self._api), *updates_lost(seen.lost), *averages_lost(seen.averages)]
         for each in findings:
-            self._report(each)
+            if each.name != "zero-grad-in-accumulation" or self._has_dropped:
+                self._report(each)
+            else:  # an iteration that was given up has dropped its gradients, too; look at the next step as well
+                self._has_dropped, self._next_loop = True, self._step
         return findings
 
     def _report(self, found: Finding) -> None:
@@ -340,7 +344,7 @@ class _LoopLook:
             if _is_traced() and get_ident() == thread:
                 end_while_tracing()
 
-        self._undo.add(register_module_forward_pre_hook(before).remove)
+        self._undo.register(register_module_forward_pre_hook, before, _global_forward_pre_hooks)
         self.recorder.record(self._undo)
 
     def stop(self) -> None:
@@ -369,7 +373,7 @@ class _ValueLook:
 
     def begin(self) -> None:
         """Switch it on."""
-        self._undo.add(register_module_forward_pre_hook(self._end_before).remove)
+        self._undo.register(register_module_forward_pre_hook, self._end_before, _global_forward_pre_hooks)
         self._recorder.follow(self._undo)
 
     def _end_before(self, module: nn.Module, _inputs: Any) -> None:

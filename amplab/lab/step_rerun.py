@@ -154,6 +154,16 @@ class StepRerun:
         """Keep the batch of the last forward as it was, read anew."""
         self._begun.append(self._begun.pop()._replace(batch=batch, versions=versions_of(batch)))
 
+    @property
+    def has_begun(self) -> bool:
+        """Whether batches of a step are kept."""
+        return bool(self._begun)
+
+    def drop(self, number: int = _BATCHES) -> None:
+        """Drop the last batches of a step that is not over: the loop has not used them."""
+        for _ in range(min(number, len(self._begun))):
+            self._begun.pop()
+
     def forget(self) -> None:
         """Drop the batches: their step is over."""
         self._is_first = self._is_first and not self._begun

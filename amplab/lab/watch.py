@@ -301,6 +301,8 @@ class Watch:
         if self._has_batches:
             self._at_forward()  # the step before is over
             self._counter.losses_in_closure = None  # that of a step that has failed
+            if self._rerun.has_begun:
+                self._drop_batches()
             self._rerun.remember(batch)
             if self._steps == 0:
                 self._batch_size = samples_in(batch)
@@ -316,6 +318,13 @@ class Watch:
                 "are not explained and the values of ops are not looked at. Read it in the loop, and let the other "
                 "thread read the loader: for batch in w.batches(read_ahead(loader))."
             )
+
+    def _drop_batches(self) -> None:
+        """Forget the batches of this step that the loop has dropped: no backward has reached their loss."""
+        if not self._holds_gradients():
+            self._rerun.drop()
+        elif self._losses.given and not self._losses.given[-1].seen:
+            self._rerun.drop(1)
 
     def _batch_ends(self) -> None:
         if get_ident() == self.thread:

@@ -192,3 +192,56 @@ def test_a_reader_that_is_one_batch_ahead_is_told_instead_of_a_reason(scaler):
                 scaler.step(optimizer)
                 scaler.update()
     assert "one batch ahead" in w.history.explanations[4].sentence
+
+
+@pytest.mark.parametrize("gives", [True, False], ids=["after w.loss", "before w.loss"])
+@pytest.mark.parametrize("make_scaler", [amplab.GradScaler, torch.amp.GradScaler])
+def test_a_skip_is_not_explained_by_a_batch_that_the_loop_has_dropped(make_scaler, gives):
+    torch.manual_seed(0)
+    model = nn.Linear(4, 1)
+    optimizer, scaler = torch.optim.SGD(model.parameters(), lr=1e-3), make_scaler("cpu", init_scale=2.0**10)
+    data = [torch.full((4, 4), float("nan") if number == 3 else 0.5) for number in range(6)]
+
+    def loss_of(x):
+        with torch.autocast("cpu", dtype=torch.float16):
+            return model(x).float().square().mean()
+
+    with amplab.watch(model, optimizer, scaler=scaler, step=loss_of) as w:
+        for number, x in enumerate(w.batches(data)):
+            optimizer.zero_grad()
+            if number == 4:
+                scaler.update(2.0**30)
+            loss = loss_of(x)
+            if gives:
+                w.loss(loss)
+            if not loss.isfinite():
+                continue
+            scaler.scale(loss if gives else w.loss(loss)).backward()
+            scaler.step(optimizer)
+            scaler.update()
+    kinds = {each.kind for each in w.history.explanations.values()}
+    assert kinds == {"scale"}
+
+
+def test_a_large_tensor_that_a_step_writes_by_data_is_as_without_a_watch():
+    def trained(step_is_known):
+        torch.manual_seed(0)
+        model, bank = nn.Linear(4, 1), torch.zeros(2**20)
+        optimizer, scaler = torch.optim.SGD(model.parameters(), lr=0.01), amplab.GradScaler("cpu", init_scale=2.0**30)
+
+        def step(x):
+            bank.data[0] += 1
+            with torch.autocast("cpu", dtype=torch.float16):
+                return model(x).float().square().mean()
+
+        with amplab.watch(model, optimizer, scaler=scaler, step=step if step_is_known else None) as w:
+            for x in w.batches(torch.ones(4, 2, 4)):
+                optimizer.zero_grad()
+                scaler.scale(w.loss(step(x))).backward()
+                scaler.step(optimizer)
+                scaler.update()
+        return bank[0].item(), w.history.explanations
+
+    (known, explanations), (unknown, _) = trained(True), trained(False)
+    assert explanations
+    assert known == unknown == 4

@@ -3,6 +3,7 @@
 import contextlib
 import copy
 import os
+import signal
 import subprocess
 import sys
 import threading
@@ -16,6 +17,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.tensor.debug import CommDebugMode
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn import functional as F
+from torch.nn.modules.module import _global_forward_pre_hooks
 from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils._debug_mode import DebugMode
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
@@ -637,3 +639,58 @@ def test_a_model_that_is_traced_in_a_looked_at_step_computes_what_it_computes(at
     assert not w.failures
     assert len(w.history) == 4
     assert "looked at the gradients of 1 step" in str(w.findings())
+
+
+@pytest.mark.parametrize("has_batches", [True, False])
+@pytest.mark.parametrize(("gives_up", "accumulates"), [(True, False), (False, True)])
+def test_an_iteration_that_is_given_up_is_no_accumulation(gives_up, accumulates, has_batches):
+    """Its gradients are dropped once; a loop that accumulates, and drops them, does so in every step."""
+    model = nn.Linear(4, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    data = [torch.full((4, 4), 1000.0), *torch.randn(7, 4, 4)]
+    with watch(model, optimizer) as w:
+        for number, x in enumerate(w.batches(data) if has_batches else data):
+            optimizer.zero_grad()
+            w.loss(model(x).square().mean()).backward()
+            norm = nn.utils.clip_grad_norm_(model.parameters(), 1e6)
+            if (gives_up and norm > 1000) or (accumulates and number % 2 == 0):
+                continue
+            optimizer.step()
+    assert [each.name for each in w.findings()] == (["zero-grad-in-accumulation"] if accumulates else [])
+
+
+@pytest.mark.parametrize("look", ["_LoopLook", "_ValueLook"])
+def test_an_interrupt_where_the_hook_of_a_look_is_registered_leaves_none(look):
+    """As Ctrl-C comes: at the return of torch's function, before the line that keeps its handle."""
+    model = nn.Linear(4, 1)
+    optimizer, before, fired = torch.optim.SGD(model.parameters(), lr=0.1), len(_global_forward_pre_hooks), []
+
+    def trace(frame, _event, _argument):
+        if frame.f_code.co_name != "register_module_forward_pre_hook" or fired:
+            return None
+        owners = [each.f_locals.get("self") for each in (frame.f_back, frame.f_back.f_back)]
+        if look not in [type(each).__name__ for each in owners]:
+            return None
+
+        def end(_frame, event, _argument):
+            if event == "return":
+                fired.append(look)
+                signal.raise_signal(signal.SIGINT)
+            return end
+
+        return end
+
+    def loop():
+        with watch(model, optimizer) as w:
+            for x in w.batches(torch.randn(3, 4, 4)):
+                w.loss(model(x).square().mean()).backward()
+                optimizer.step()
+
+    sys.settrace(trace)
+    try:
+        with contextlib.suppress(KeyboardInterrupt):
+            loop()
+    finally:
+        sys.settrace(None)
+    assert fired == [look]
+    assert len(_global_forward_pre_hooks) == before

@@ -5,12 +5,14 @@ import time
 
 import numpy as np
 import pytest
+import torch
 
+import amplab
 from amplab.display.numbers import count, power
 from amplab.lab import ExperimentConfig, History, Trainer
 from amplab.scalers import PUBLISHED_RULES, DynamicScale
 from amplab.views import Dashboard
-from amplab.views.tabs.scale_payload import OWN, dynamics, own_rule, what_if_payload
+from amplab.views.tabs.scale_payload import OWN, FollowedScale, dynamics, own_rule, what_if_payload
 
 SMALL = ExperimentConfig(hidden=16, growth_interval=7)
 
@@ -213,3 +215,20 @@ def test_a_rule_that_cannot_be_is_refused_by_its_label(rule, said) -> None:
 
 def test_an_empty_run_has_a_payload() -> None:
     json.dumps([dynamics(History(), SMALL, 1.0, None), what_if_payload(History(), DynamicScale())])
+
+
+@pytest.mark.parametrize("make_scaler", [torch.amp.GradScaler, amplab.GradScaler])
+def test_the_largest_scale_of_float32_does_not_grow(make_scaler):
+    """Gradients of 0 bring the scale there; torch keeps it where twice of it is inf."""
+    model = torch.nn.Linear(2, 1)
+    optimizer, scaler = torch.optim.SGD(model.parameters(), lr=0.1), make_scaler("cpu", growth_interval=1)
+    with amplab.watch(model, optimizer, scaler=scaler) as watch:
+        for _ in range(115):
+            optimizer.zero_grad()
+            scaler.scale(watch.loss(0 * model(torch.ones(2, 2)).sum())).backward()
+            scaler.step(optimizer)
+            scaler.update()
+    assert scaler.get_scale() == watch.history.record(113).loss_scale == 2.0**127
+    setting = FollowedScale(True, watch.growth_interval, 2.0**16)
+    growth = dynamics(watch.history, setting, scaler.get_scale(), watch.scale_growth)["growth"]
+    assert growth["text"].startswith("The scale, 2¹²⁷, does not grow: float32 has no larger one")

@@ -12,6 +12,7 @@ from dataclasses import MISSING, dataclass, fields
 from typing import Any, Protocol
 
 import numpy as np
+import torch
 
 from amplab.amp import MemoryUse
 from amplab.display.numbers import count, percent, power
@@ -120,6 +121,8 @@ def _growth_words(scale: float, growth: ScaleGrowth | None) -> str:
         return f"The next step uses {now}. When the scale grows is not known of this run."
     if not growth.interval:
         return f"The scale, {now}, does not grow; an overflow lowers it."
+    if growth.left is None and growth.grown > torch.finfo(torch.float32).max:
+        return f"The scale, {now}, does not grow: float32 has no larger one; an overflow lowers it."
     if growth.grown <= scale:
         return f"The scale is at its ceiling, {now}; an overflow halves it."
     if growth.left is None:  # its window was made shorter
