@@ -25,6 +25,7 @@ from torch import Tensor, nn
 from amplab.amp import Session
 from amplab.diagnose.first_nonfinite_page import html, sentence, text
 from amplab.diagnose.observed_step.blame import Blame, blame
+from amplab.diagnose.observed_step.read_arguments import arguments_read
 from amplab.diagnose.observed_step.tensor_summary import TensorSummary, counted
 from amplab.diagnose.observed_step.values import ObservedStep, measured_in, observe_step
 from amplab.diagnose.remedies.api_styles import ApiStyle, api_style_of
@@ -391,7 +392,7 @@ class _Look:
 
     def before(self, overload: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if self._left == 0:
-            self.inputs = [each.clone() for each in measured_in((*args, *kwargs.values()))]
+            self.inputs = [each.clone() for each in measured_in(arguments_read(overload, args, kwargs))]
             self.reaches = _largest_in_float64(overload, args, kwargs)
 
     def after(self, _seen: Any, _event: Any, result: Any) -> None:

@@ -481,3 +481,22 @@ def test_a_batch_that_is_too_large_is_not_blamed_on_the_learning_rate():
     assert "the batch contains numbers up to" in first.sentence
     assert "learning rate" not in first.sentence
     assert "the batch contains numbers up to" in w.findings()[0].cause
+
+
+def test_a_bad_batch_is_named_again_after_an_earlier_one_left_nan_in_running_statistics():
+    """Training does not read them, so a finite batch between the two trains, and the second is not their fault."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Linear(8, 1))
+    optimizer, scaler = torch.optim.SGD(model.parameters(), lr=1e-3), torch.amp.GradScaler("cpu", init_scale=1024.0)
+    step = torch.autocast("cpu", dtype=torch.float16)(lambda batch: model(batch).float().square().mean())
+    batches = [torch.randn(4, 4) for _ in range(6)]
+    batches[1][0, 0] = batches[4][1, 1] = math.inf
+    with watch(model, optimizer, scaler=scaler, step=step) as w:
+        for batch in w.batches(batches):
+            optimizer.zero_grad()
+            scaler.scale(w.loss(step(batch))).backward()
+            scaler.step(optimizer)
+            scaler.update()
+    assert model[1].running_var.isnan().all()
+    assert {number: each.kind for number, each in w.history.explanations.items()} == {1: "data", 4: "data"}
+    assert "the first in sample 1" in w.history.explanations[4].sentence

@@ -24,6 +24,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from amplab.diagnose.observed_step.read_arguments import arguments_read, statistics_updated
 from amplab.diagnose.observed_step.tensor_summary import MEASURED, Measurements, TensorSummary, counted
 from amplab.formats.stored_values import has_values, stored_values
 from amplab.policies.casting.function_modes import without_function_modes
@@ -81,7 +82,8 @@ class OpValues(NamedTuple):
     """What one op read and wrote.
 
     Args:
-        inputs: places in `ObservedStep.values` of the floating-point tensors read, in argument order.
+        inputs: places in `ObservedStep.values` of the floating-point tensors that the result depends on, in argument
+            order.
         outputs: of those written.
         numbers: the Python numbers among its arguments that are values (an eps, a fill) rather than sizes.
     """
@@ -230,8 +232,9 @@ class StepWatcher:
         given = (*args, *kwargs.values()) if kwargs else args
         if _kind(overload) == "allocates":
             return (), (), given
-        # What copy_ overwrites is no input: memory that was never written can contain any value, also inf.
-        tensors = measured_in(given[1:] if overload is _COPY else given)
+        tensors = measured_in(arguments_read(overload, args, kwargs))
+        for updated in measured_in(statistics_updated(overload, args)):
+            self._read(updated)  # a norm in evaluation may read them later in the step, as they were at its start
         # An in-place op overwrites its input before its output shows that counts are needed.
         read = [_counted(each) if each.is_cpu else each for each in tensors] if _overwrites(overload) else tensors
         return tuple(map(self._read, tensors)), read, given
@@ -319,7 +322,6 @@ class StepWatcher:
         return self._measured.add(tensor, detailed=self._detailed)
 
 
-_COPY = torch.ops.aten.copy_.default
 _UNNAMED = NamedMemory("", "")
 
 
