@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from functools import reduce
 from operator import add
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -22,6 +23,14 @@ LAYERS = 64
 """Parameters whose exponents are kept one by one, those with the most elements: a run has thousands of measures."""
 
 
+class _Measured(NamedTuple):
+    """A parameter, the numbers of its gradient, and what they are still multiplied by."""
+
+    weight: Tensor
+    grad: Tensor
+    scale: float
+
+
 class GradientMeasure:
     """Measures the gradients just before the optimizers use them, and keeps the last result until `forget`.
 
@@ -30,6 +39,7 @@ class GradientMeasure:
 
     Args:
         optimizers: those of the loop.
+        left_scale: returns what the gradients of an optimizer are still multiplied by.
         names: returns the name of each parameter that they step, by its id, in the model's order.
 
     Attributes:
@@ -38,8 +48,13 @@ class GradientMeasure:
         norm: their L2 norm; None until `take`, and of sharded gradients, of which this rank measures its shards.
     """
 
-    def __init__(self, optimizers: Sequence[Optimizer], names: Callable[[], Mapping[int, str]] = dict) -> None:
-        self._optimizers, self._names = optimizers, names
+    def __init__(
+        self,
+        optimizers: Sequence[Optimizer],
+        left_scale: Callable[[Optimizer], float],
+        names: Callable[[], Mapping[int, str]],
+    ) -> None:
+        self._optimizers, self._left_scale, self._names = optimizers, left_scale, names
         self.forget()
 
     def forget(self) -> None:
@@ -47,8 +62,8 @@ class GradientMeasure:
         self.histogram: ExponentHistogram | None = None
         self.layers: tuple[tuple[str, ExponentHistogram], ...] = ()
         self.norm: float | None = None
-        self._largest: Tensor | None = None
-        self._scale = 1.0
+        self._largest: Tensor | None = None  # of the gradients of each scale
+        self._scales: list[float] = []
 
     @torch.no_grad()
     def take(self) -> None:
@@ -57,13 +72,12 @@ class GradientMeasure:
         measured = self._measured()
         if not measured:
             return
-        usable = 0.0 < self._scale < math.inf and self._scale != 1.0
-        shift = -math.log2(self._scale) if usable else 0.0
-        counted = {id(weight): exponent_histogram(grad).shifted(shift) for weight, grad in measured}
+        counted = {id(each.weight): _histogram(each) for each in measured}
         self.histogram = reduce(add, counted.values())
         self.layers = self._largest_layers(counted)
-        if not any(is_sharded(weight) for weight, _ in measured):  # a norm over shards would need the other ranks
-            self.norm = torch.stack([grad.float().norm() for _, grad in measured]).norm().item() / self._scale
+        if not any(is_sharded(each.weight) for each in measured):  # a norm over shards would need the other ranks
+            norms = [each.grad.float().norm() / each.scale for each in measured]
+            self.norm = torch.stack(norms).norm().item()
 
     def _largest_layers(self, counted: Mapping[int, ExponentHistogram]) -> tuple[tuple[str, ExponentHistogram], ...]:
         names = self._names()
@@ -73,35 +87,37 @@ class GradientMeasure:
 
     @torch.no_grad()
     def take_largest(self) -> None:
-        """Measure only the largest gradient that the optimizers hold now. Sync: none; one when it is read."""
+        """Measure only the largest gradient that the optimizers hold now.
+
+        Sync: none without a scale that is left, see `LeftScales.of`; one when it is read.
+        """
         self.forget()
-        grads = [grad for grad in self._gradients() if grad.numel()]
-        if grads and grads[0].is_cpu:
-            ends = [end.float() for grad in grads for end in torch.aminmax(grad)]  # 18 x as fast as the inf norm
-            self._largest = torch.stack(ends).abs().amax()
-        elif grads:
-            norms = torch._foreach_norm(grads, math.inf)
-            self._largest = torch.stack([norm.float().to(norms[0].device) for norm in norms]).amax()
+        by_scale: dict[float, list[Tensor]] = {}
+        for each in self._measured():
+            if each.grad.numel():
+                by_scale.setdefault(each.scale, []).append(each.grad)
+        if by_scale:
+            largest = [_largest(grads) for grads in by_scale.values()]
+            self._largest = torch.stack([each.to(largest[0].device) for each in largest])
+            self._scales = [*by_scale]
 
-    def _gradients(self) -> list[Tensor]:
-        return [grad for _, grad in self._measured()]
-
-    def _measured(self) -> list[tuple[Tensor, Tensor]]:
-        """Parameters with their gradients; `_scale` is what those of the last optimizer are still multiplied by."""
-        self._scale, grads = 1.0, []
+    def _measured(self) -> list[_Measured]:
+        """Return each parameter that has a gradient once: the first of several optimizers unscales for all."""
+        found: dict[int, _Measured] = {}
         for optimizer in self._optimizers:
-            # During a step, torch and amplab set the scale on an optimizer that unscales by itself.
-            own_scale = vars(optimizer).get("grad_scale")
-            self._scale = self._scale if own_scale is None else float(own_scale)
-            grads += [(weight, _dense(weight.grad)) for weight in params_of(optimizer) if weight.grad is not None]
-        return grads
+            scale = self._left_scale(optimizer)
+            scale = scale if 0.0 < scale < math.inf else 1.0
+            for weight in params_of(optimizer):
+                if weight.grad is not None and id(weight) not in found:
+                    found[id(weight)] = _Measured(weight, _dense(weight.grad), scale)
+        return [*found.values()]
 
     @property
     def is_finite(self) -> bool | None:
         """Whether every gradient is finite, None while nothing is measured. Sync: as `largest_exponent`."""
         if self.histogram is not None:
             return not (self.histogram.infs or self.histogram.nans)
-        return None if self._largest is None else math.isfinite(self._largest.item())
+        return None if self._largest is None else all(map(math.isfinite, self._largest.tolist()))
 
     @property
     def largest_exponent(self) -> float | None:
@@ -113,10 +129,24 @@ class GradientMeasure:
             return self.histogram.largest_exponent
         if self._largest is None:
             return None
-        largest = self._largest.item() / self._scale
-        if not math.isfinite(largest):
+        each = self._largest.tolist()
+        if not all(map(math.isfinite, each)):
             return math.inf
+        largest = max(value / scale for value, scale in zip(each, self._scales, strict=True))
         return math.frexp(largest)[1] - 1.0 if largest else -math.inf
+
+
+def _histogram(measured: _Measured) -> ExponentHistogram:
+    return exponent_histogram(measured.grad).shifted(-math.log2(measured.scale))
+
+
+def _largest(grads: list[Tensor]) -> Tensor:
+    """`()` float32: the largest magnitude; not finite if an element is not. Sync: none."""
+    if grads[0].is_cpu:
+        ends = [end.float() for grad in grads for end in torch.aminmax(grad)]  # 18 x as fast as the inf norm
+        return torch.stack(ends).abs().amax()
+    norms = torch._foreach_norm(grads, math.inf)
+    return torch.stack([norm.float().to(norms[0].device) for norm in norms]).amax()
 
 
 def _dense(grad: Tensor) -> Tensor:

@@ -10,7 +10,8 @@
 
 The loop does not change. The watch uses optimizer hooks, a forward hook and the scaler's callbacks. `scale_probe`
 learns the outcome of a step, `step_losses` adds up its losses, `gradient_measure` measures gradients,
-`idle_optimizers` finds optimizers that never step, `watched_skips` explains a skipped step.
+`left_scales` knows by what they are still multiplied, `idle_optimizers` finds optimizers that never step,
+`watched_skips` explains a skipped step.
 """
 
 from __future__ import annotations
@@ -50,6 +51,7 @@ from amplab.lab.findings import LOOK_BACK, observed_run, with_explained
 from amplab.lab.gradient_measure import GradientMeasure
 from amplab.lab.history import History, recorded
 from amplab.lab.idle_optimizers import ENOUGH_STEPS, IdleOptimizers
+from amplab.lab.left_scales import LeftScales
 from amplab.lab.rank_watch import RankWatch
 from amplab.lab.run_log import check_writable
 from amplab.lab.run_store import RunStore
@@ -139,7 +141,8 @@ class Watch:
         advice = "For a log, pass the next watch log= with a writable folder."
         self._store = RunStore(self.config, log=log, on_failure=self._fail_log, advice=advice)
         self._every = every
-        self._measure = GradientMeasure(optimizers, self._names_of_stepped)
+        self._left_scales = LeftScales(optimizers, self._probe.amp)
+        self._measure = GradientMeasure(optimizers, self._left_scales.of, self._names_of_stepped)
         self._rerun = StepRerun(model, loss, step, self._probe.amp)
         self._scalars = scalars
         self._rates: deque[tuple[int, float]] = deque(maxlen=LOOK_BACK)
@@ -213,6 +216,7 @@ class Watch:
                 if not self._look.rests:
                     self._ends.append(before_untouched(self._look.pause))  # a tool, whose steps are none of the loop
                 self._ends.append(self._idle.follow())
+                self._ends.append(self._left_scales.follow())
                 self._ends.append(self._probe.follow(self._optimizers[0], self._take))
                 self._ends.insert(-1, self._counter.follow())  # the probe ends first: it may report a last step
             return self
