@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.module import _global_forward_pre_hooks, register_module_forward_pre_hook
+from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.optim import Optimizer
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
@@ -344,7 +344,7 @@ class _LoopLook:
             if _is_traced() and get_ident() == thread:
                 end_while_tracing()
 
-        self._undo.register(register_module_forward_pre_hook, before, _global_forward_pre_hooks)
+        self._undo.register(register_module_forward_pre_hook, before, nn.modules.module._global_forward_pre_hooks)
         self.recorder.record(self._undo)
 
     def stop(self) -> None:
@@ -373,7 +373,7 @@ class _ValueLook:
 
     def begin(self) -> None:
         """Switch it on."""
-        self._undo.register(register_module_forward_pre_hook, self._end_before, _global_forward_pre_hooks)
+        self._undo.register(register_module_forward_pre_hook, self._end_before, nn.modules.module._global_forward_pre_hooks)
         self._recorder.follow(self._undo)
 
     def _end_before(self, module: nn.Module, _inputs: Any) -> None:
