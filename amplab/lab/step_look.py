@@ -294,6 +294,11 @@ class StepLook:
             self._fail(f"the look at step {self._step} failed: {type(error).__name__}: {error}")
 
 
+def _register(hook: Callable[[nn.Module, Any], None], undo: Undo) -> None:
+    """Call a hook before the forward of every module, until `undo` ends."""
+    undo.register(register_module_forward_pre_hook, hook, nn.modules.module._global_forward_pre_hooks)
+
+
 def _modes_of_others() -> tuple[list[object], list[object]]:
     """Return the dispatch modes and the function modes of this thread that are not amplab's."""
     dispatch: list[object] = [each for each in _get_current_dispatch_mode_stack() if not isinstance(each, DispatchMode)]
@@ -344,7 +349,7 @@ class _LoopLook:
             if _is_traced() and get_ident() == thread:
                 end_while_tracing()
 
-        self._undo.register(register_module_forward_pre_hook, before, nn.modules.module._global_forward_pre_hooks)
+        _register(before, self._undo)
         self.recorder.record(self._undo)
 
     def stop(self) -> None:
@@ -373,7 +378,7 @@ class _ValueLook:
 
     def begin(self) -> None:
         """Switch it on."""
-        self._undo.register(register_module_forward_pre_hook, self._end_before, nn.modules.module._global_forward_pre_hooks)
+        _register(self._end_before, self._undo)
         self._recorder.follow(self._undo)
 
     def _end_before(self, module: nn.Module, _inputs: Any) -> None:

@@ -668,7 +668,7 @@ def test_an_interrupt_where_the_hook_of_a_look_is_registered_leaves_none(look):
     def trace(frame, _event, _argument):
         if frame.f_code.co_name != "register_module_forward_pre_hook" or fired:
             return None
-        owners = [each.f_locals.get("self") for each in (frame.f_back, frame.f_back.f_back)]
+        owners = [each.f_locals.get("self") for each in (frame.f_back.f_back, frame.f_back.f_back.f_back)]
         if look not in [type(each).__name__ for each in owners]:
             return None
 
