@@ -342,13 +342,15 @@ class Watch:
         """Record the loss of this step, before it is scaled, and return it. Sync: none.
 
         Needed with torch's scaler and without a scaler, unless the model's output has a "loss". amplab's session and
-        scaler report the loss themselves.
+        scaler report the loss themselves; what they report lacks the backwards with ``delay_unscale=True``, and has
+        those of an iteration that was given up. What is passed here takes precedence.
 
         Several losses of a step, as of micro-batches whose gradients are accumulated, are added up. Those of a step of
         another optimizer than the first one are not recorded, nor are losses without a graph that are computed where
         gradients are disabled. Of the calls of a closure in one step, as of LBFGS, the first one counts. A loss that no
         backward reaches does not count beside one that it reaches: the loop has dropped its batch. Nor do the losses of
-        an iteration that was given up, if no parameter has a gradient when the next loss comes.
+        an iteration that was given up, if no parameter has a gradient when the next loss comes. A skip of another
+        optimizer that has a scaler of its own is not seen: its loss is added to that of the next step of the first one.
         """
         if not isinstance(value, Tensor):
             raise TypeError(f"loss({value!r}): expected the tensor that backward starts from, before .item().")
