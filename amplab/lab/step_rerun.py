@@ -236,12 +236,11 @@ class StepRerun:
                 return
         if is_finite:  # "finite when it runs again" says as much
             return
-        self._draws = self._draws or run.draws
         known, changed = run.begun.known, run.now.changed
         if known is not None and (changed.keys() - known or (run.draws and run.begun.host is None)):
             raise CannotRunAgain(
-                "its code has changed what it keeps, such as a count or a random generator, so that it may run "
-                "otherwise. From now on this is kept for each step, and the next one can run again."
+                "its code has changed what it keeps, such as a count or a random generator, so that it may not run "
+                "as it did. From now on this is kept for each step, and the next one can run again."
             )
 
     def _kept_of_step(self) -> tuple[HostStates | None, KeptAttributes | None, frozenset[Any] | None]:
@@ -272,9 +271,10 @@ class StepRerun:
         return [*self._model.parameters(), *self._model.buffers()]
 
     def _take_back(self, run: ForwardAgain) -> None:
-        """Let code keep what it kept before a rerun."""
+        """Let code keep what it kept before a rerun, and note what the rerun has changed."""
         self.is_taken_back = run.now.restore() and self.is_taken_back
         self._changing |= run.now.changed
+        self._draws = self._draws or run.draws
 
     def _see_loop(self, model: nn.Module, _args: object) -> None:
         """Note once whether the loop calls the model in an autocast region, and by which wrapper."""
