@@ -32,7 +32,7 @@ from amplab.amp.apex.old_interface import init
 from amplab.amp.apex.opt_levels import OPT_LEVELS, OptLevel, OptProperties, explain_override
 from amplab.amp.apex.registered_functions import float_function, half_function, promote_function
 from amplab.amp.apex.session import Session
-from amplab.amp.backward.records import MemoryUse, ScaleRecord, StepOutcome
+from amplab.amp.backward.records import MemoryUse, ScaledLoss, ScaleRecord, StepOutcome
 from amplab.amp.pytorch.autocast import autocast, get_autocast_dtype, is_autocast_enabled
 from amplab.amp.pytorch.checkpoint import checkpoint
 from amplab.amp.pytorch.custom_function import custom_bwd, custom_fwd
@@ -52,6 +52,7 @@ __all__ = [
     "RunState",
     "RunStateError",
     "ScaleRecord",
+    "ScaledLoss",
     "Session",
     "StepOutcome",
     "autocast",

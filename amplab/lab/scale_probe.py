@@ -36,7 +36,7 @@ from torch import Tensor
 from torch.amp.grad_scaler import OptState
 from torch.optim import Optimizer
 
-from amplab.amp import GradScaler, ScaleRecord, Session, StepOutcome, default_session
+from amplab.amp import GradScaler, ScaledLoss, ScaleRecord, Session, StepOutcome, default_session
 from amplab.lab.scale_growth import ScaleGrowth, growth_of_rule, growth_of_saved, interval_of
 from amplab.lab.watched_run import NO_LEVEL
 from amplab.trace.untouched import observing_steps, unless_undone
@@ -51,7 +51,6 @@ class ScaledStep(NamedTuple):
     next_loss_scale: float = 1.0
     skipped: bool = False
     first_nonfinite: str | None = None
-    loss: Tensor | None = None
     backward_scales: tuple[float, ...] = ()
 
 
@@ -144,7 +143,7 @@ class ScaleProbe:
         opt_level: of a session, else `NO_LEVEL`.
         amp: the session or the scaler itself, None without either.
         waits_for_forward: whether `at_forward` ends a step.
-        see_loss: called with each loss that a session reports, before the step.
+        see_loss: called with each loss that a session or amplab's scaler is about to scale.
     """
 
     kind = "none"
@@ -152,7 +151,7 @@ class ScaleProbe:
     opt_level = NO_LEVEL
     amp: Session | torch.amp.GradScaler | None = None
     waits_for_forward = False
-    see_loss: Callable[[Tensor], None] | None = None
+    see_loss: Callable[[ScaledLoss], None] | None = None
     _report: Report | None = None
     _waiting: ScaledStep | ScaleRecord | None = None
 
@@ -207,7 +206,7 @@ class _ApexProbe(ScaleProbe):
         self._report = report
         ends = [
             self._session.subscribe(unless_undone(self._see_scale)),
-            self._session.subscribe(unless_undone(self._see_record), optimizer),
+            self._session.subscribe(unless_undone(self._see_record), optimizer, at_loss=self.see_loss),
             optimizer.register_step_post_hook(observing_steps(self._see_step, optimizer)).remove,
         ]
 
@@ -238,8 +237,6 @@ class _ApexProbe(ScaleProbe):
 
     def _see_record(self, record: ScaleRecord) -> None:
         self._records.append(record)
-        if record.loss is not None and self.see_loss is not None:
-            self.see_loss(record.loss)
 
     def _see_step(self, optimizer: Optimizer, *_: object) -> None:
         self._hand_over()
@@ -323,14 +320,12 @@ class _AmplabProbe(ScaleProbe):
             skipped = may_be_inf and calls.found_inf() if calls.count else row.get("verdict", False)
             if skipped is not record.skipped:
                 record = replace(record, skipped=skipped, first_nonfinite=None)
-            if (loss := row.get("loss", record.loss)) is not record.loss:
-                record = replace(record, loss=loss)
             done = record if calls.count or skipped else None  # an update that sets the scale is not a step
             self._waiting, self._heard = done, rows  # one line without a call: CPython lets no interrupt in between
             self._hand_over()
 
         ends = (
-            self._scaler.subscribe(unless_undone(hear)),
+            self._scaler.subscribe(unless_undone(hear), at_loss=self.see_loss),
             optimizer.register_step_post_hook(observing_steps(self._see_call, optimizer)).remove,
         )
 

@@ -6,10 +6,12 @@ A loop may have several losses in a step, and other optimizers, which step in be
     loss, step of another one          the loss is none of the first
     loss, both step, in any order      the step of the first has it
     loss without a backward            the step does not have it, if it has another one: the loop has dropped the batch
+    loss, zero_grad, loss, step        the step has the second: it is the one in the gradients
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from enum import IntEnum
 from typing import NamedTuple
 
@@ -34,21 +36,33 @@ class GivenLoss(NamedTuple):
 
     Attributes:
         value: the loss; of a tensor on a device, that tensor, which is read later.
-        seen: holds something once a backward has reached it.
+        seen: holds something once a backward has reached it, or if there is no telling.
+        has_graph: whether a backward can reach it.
     """
 
     value: float | Tensor
     seen: list[bool]
+    has_graph: bool = True
 
     @classmethod
-    def of(cls, loss: Tensor) -> GivenLoss:
-        """Return a loss of which a hook tells whether a backward reaches it. Sync: one on the CPU, else none."""
+    def of(cls, loss: Tensor, at_backward: Callable[[], object]) -> GivenLoss:
+        """Return a loss of which a hook tells whether a backward reaches it. Sync: one on the CPU, else none.
+
+        Args:
+            loss: any shape.
+            at_backward: called when a backward is about to reach it.
+        """
         seen: list[bool] = []
+
+        def reach(_: Tensor) -> None:
+            at_backward()
+            seen.append(True)
+
         if loss.requires_grad:
-            loss.register_hook(lambda _: seen.append(True))
+            loss.register_hook(reach)
         else:
             seen.append(True)
-        return cls(loss.item() if loss.is_cpu and loss.numel() == 1 else loss.detach(), seen)
+        return cls(loss.item() if loss.is_cpu and loss.numel() == 1 else loss.detach(), seen, loss.requires_grad)
 
 
 class StepLosses(NamedTuple):
@@ -93,6 +107,15 @@ class StepLosses(NamedTuple):
         total = self.total
         of_step = self.of_step if total is None else added_losses(self.of_step, total)
         return StepLosses((), LossSource.SESSION, of_step, True, steps)
+
+    def cleared(self, *, with_graph: bool = False) -> StepLosses:
+        """Return them after the gradients were cleared: without those that a backward has reached. Sync: none.
+
+        Args:
+            with_graph: leave out only losses that have a graph: others may be those of the next backward.
+        """
+        given = tuple(each for each in self.given if not each.seen or (with_graph and not each.has_graph))
+        return self._replace(given=given, source=self.source if given else LossSource.SESSION)
 
     def plus(self, loss: GivenLoss, source: LossSource) -> StepLosses:
         """Return them with one more. Sync: none."""

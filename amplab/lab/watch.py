@@ -25,7 +25,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
-from itertools import chain
 from os import PathLike
 from textwrap import shorten
 from threading import get_ident
@@ -38,7 +37,8 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
-from amplab.amp import ScaleRecord, Session, master_params
+from amplab.amp import ScaledLoss, ScaleRecord, Session, master_params
+from amplab.amp.backward.gradients import SetAside
 from amplab.amp.run_state.paths import given_path
 from amplab.diagnose import Findings, Observation, run_findings
 from amplab.diagnose.remedies.api_styles import Api, ApiStyle
@@ -49,6 +49,7 @@ from amplab.formats import ExponentHistogram
 from amplab.lab.events import GradientRecord, GradientSample, MixedScales, StepRecord, StepRow
 from amplab.lab.findings import LOOK_BACK, observed_run, with_explained
 from amplab.lab.gradient_measure import GradientMeasure
+from amplab.lab.held_gradients import HeldGradients
 from amplab.lab.history import History, recorded
 from amplab.lab.idle_optimizers import ENOUGH_STEPS, IdleOptimizers
 from amplab.lab.left_scales import LeftScales
@@ -68,10 +69,10 @@ from amplab.optimizers.group_settings import learning_rate
 from amplab.policies.casting.thread_scopes import THREAD
 from amplab.policies.nested_tensors import samples_in
 from amplab.policies.signals import DeferredSignals, is_interrupt
-from amplab.scalers import is_sharded
 from amplab.trace import Trace
 from amplab.trace.argument_checks import check_values
 from amplab.trace.as_found import end_blocks_of, remove_hook
+from amplab.trace.dispatch_mode import current_backward
 from amplab.trace.handed_step import (
     Loss,
     Scaler,
@@ -173,8 +174,11 @@ class Watch:
         )
         self._counter = StepCounter(optimizers, self._probe.amp)
         self._losses, self._loss_in_output = NO_LOSSES, False
+        self._held = HeldGradients(model, optimizers)
         self._add_loss = unless_undone(self._see_loss)
-        self._probe.see_loss = partial(self._add_loss, LossSource.SESSION)
+        self._probe.see_loss = unless_undone(self._see_scaled_loss)
+        self._in_block = False  # of `scale_loss`, whose backward has not begun
+        self._backward = -1  # the number of the last one that has reached a loss
         self._given = 0  # losses, by the loop
         self._measured = -1  # the step that was measured last
         self._unrecorded: tuple[_Outcome, ...] = ()  # several only after interrupts
@@ -325,7 +329,7 @@ class Watch:
 
     def _drop_batches(self) -> None:
         """Forget the batches of this step that the loop has dropped: no backward has reached their loss."""
-        if not self._holds_gradients():
+        if not self._held.any():
             self._rerun.drop()
         elif self._losses.given and not self._losses.given[-1].seen:
             self._rerun.drop(1)
@@ -342,15 +346,14 @@ class Watch:
         """Record the loss of this step, before it is scaled, and return it. Sync: none.
 
         Needed with torch's scaler and without a scaler, unless the model's output has a "loss". amplab's session and
-        scaler report the loss themselves; what they report lacks the backwards with ``delay_unscale=True``, and has
-        those of an iteration that was given up. What is passed here takes precedence.
+        scaler report the loss themselves. What is passed here takes precedence.
 
         Several losses of a step, as of micro-batches whose gradients are accumulated, are added up. Those of a step of
         another optimizer than the first one are not recorded, nor are losses without a graph that are computed where
         gradients are disabled. Of the calls of a closure in one step, as of LBFGS, the first one counts. A loss that no
         backward reaches does not count beside one that it reaches: the loop has dropped its batch. Nor do the losses of
-        an iteration that was given up, if no parameter has a gradient when the next loss comes. A skip of another
-        optimizer that has a scaler of its own is not seen: its loss is added to that of the next step of the first one.
+        an iteration that was given up: when the next backward begins, the first optimizer has no gradients, or zeros.
+        Zeros on a device or in bfloat16 are not read, so that those losses are added to the next ones.
         """
         if not isinstance(value, Tensor):
             raise TypeError(f"loss({value!r}): expected the tensor that backward starts from, before .item().")
@@ -360,26 +363,43 @@ class Watch:
             self._probe.at_forward()
         self._look.see_loss(value)
         self._given += 1
-        if value.requires_grad or torch.is_grad_enabled():
-            self._add_loss(LossSource.LOOP, value)
+        self._add_loss(LossSource.LOOP, value)
         return value
 
-    def _see_loss(self, source: LossSource, value: Tensor) -> None:
-        """Add a loss to those of the step; one on a device is read later, so that nothing waits. Sync: none."""
+    def _see_loss(self, source: LossSource, value: Tensor, aside: Sequence[SetAside] = ()) -> None:
+        """Add a loss to those of the step; one on a device is read later, so that nothing waits. Sync: none.
+
+        Args:
+            source: who gives it.
+            value: any shape.
+            aside: the gradients that are set aside for its backward.
+        """
         in_closure = self._counter.losses_in_closure
         if self._rerun.at_work or (in_closure is not None and source in in_closure):
+            return
+        if not (value.requires_grad or torch.is_grad_enabled()):
             return
         if in_closure is not None:
             in_closure.add(source)
         losses = self._losses.after(self._counter.steps())
-        if losses.are_of_a_backward and not self._holds_gradients():  # of an iteration that was given up
-            losses = NO_LOSSES._replace(steps=losses.steps)
-        self._losses = losses.plus(GivenLoss.of(value), source)
+        if losses.are_of_a_backward and not self._held.of_first(aside):  # of an iteration given up
+            losses = losses.cleared()
+        self._losses = losses.plus(GivenLoss.of(value, self._backward_begins), source)
 
-    def _holds_gradients(self) -> bool:
-        """Whether a parameter has a gradient, or is sharded: FSDP keeps gradients elsewhere until it reduces them."""
-        groups = (group["params"] for optimizer in self._optimizers for group in optimizer.param_groups)
-        return any(each.grad is not None or is_sharded(each) for each in chain(*groups, self._model.parameters()))
+    def _see_scaled_loss(self, scaled: ScaledLoss) -> None:
+        self._see_loss(LossSource.SESSION, scaled.loss, scaled.aside or ())
+        self._in_block = scaled.aside is not None
+
+    def _backward_begins(self) -> None:
+        """Forget the losses before if their gradients are gone; called for each loss that a backward reaches.
+
+        In a block of `scale_loss` they are set aside; `_see_loss` has looked at them where it began.
+        """
+        is_new, self._backward = current_backward() != self._backward, current_backward()
+        if self._in_block:
+            self._in_block = False
+        elif is_new and self._losses.are_of_a_backward and not self._held.of_first():
+            self._losses = self._losses.cleared(with_graph=True)
 
     # -- what is known -----------------------------------------------------------------------------
 
@@ -505,8 +525,7 @@ class Watch:
         loss = output.get("loss") if isinstance(output, Mapping) else None
         if isinstance(loss, Tensor) and loss.numel() == 1:
             self._loss_in_output = True
-            if loss.requires_grad or torch.is_grad_enabled():
-                self._add_loss(LossSource.OUTPUT, loss)
+            self._add_loss(LossSource.OUTPUT, loss)
 
     def _see_gradients(self, *_: object) -> None:
         """Called in the optimizer's step before it uses the gradients."""
@@ -558,7 +577,7 @@ class Watch:
     def _take(self, outcome: ScaledStep | ScaleRecord) -> None:
         if outcome is not self._taken:  # else a probe reports it again, because an interrupt has stopped this method
             loss, left = self._losses.recorded(self._counter.steps())
-            done = _Outcome(outcome, outcome.loss if loss is None else loss)
+            done = _Outcome(outcome, loss)
             # One line without a call: CPython lets no interrupt in between.
             self._unrecorded, self._taken, self._losses = (*self._unrecorded, done), outcome, left
         if not self._unrecorded:

@@ -25,6 +25,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from amplab.amp.apex.clear_mark import ClearMark
 from amplab.amp.apex.iteration_state import keep_of, use
 from amplab.amp.apex.model_weights import Uncast, set_values
 from amplab.amp.apex.optimizer_names import AmpStash, give_hooks, lend_names, take_names_back
@@ -58,6 +59,7 @@ _NO_GRADIENT = StepOutcome(
 
 _OUTSIDE = {
     "_scaled_by": None,
+    "_mark": None,
     "_kept_by_fsdp": False,
     "_overflow": None,
     "_step": None,
@@ -124,6 +126,7 @@ class HookedOptimizer:
         self._params: list[Tensor] = []
         self._own: list[Tensor] = []
         self._scaled_by: float | None = None
+        self._mark: ClearMark | None = None  # on the masters, while gradients are still scaled
         self._unscaled: list[SetAside] = []  # what `release` makes of gradients that are still scaled
         self._kept_by_fsdp = False  # whether fully_shard keeps gradients scaled by _scaled_by, for a later backward
         self._overflow: _Overflow | None = None
@@ -163,6 +166,7 @@ class HookedOptimizer:
         """
         self._end_step()
         self._follow_edits()
+        self._remove_mark()
         for handle in self._handles:
             handle.remove()
         if self._reducer is not None:
@@ -275,6 +279,8 @@ class HookedOptimizer:
         self._refresh()
         self._follow_edits()
         halves = self.halves
+        if self._mark is not None and self._mark.is_cleared:
+            self._mark = self._scaled_by = None
         if self._scaled_by is None:
             for param in halves:  # gradients from a backward that belonged to other optimizers
                 param.grad = None
@@ -334,12 +340,18 @@ class HookedOptimizer:
         """
         self._kept_by_fsdp |= self.has_shards and not self.has_gradients_of_shards
         self._add_scaled(aside, scale)
+        self._mark = self._mark or ClearMark.on(self.masters.pairs)
         if self._reducer is not None:
             self._reducer.keep_local()
 
     def _add_scaled(self, aside: list[SetAside], scale: float) -> None:
         add_scaled(aside, scale / (self._scaled_by or 1.0))
         self._scaled_by, self._in_backward = scale, False
+
+    def _remove_mark(self) -> None:
+        if self._mark is not None:
+            self._mark.remove()
+            self._mark = None
 
     @torch.no_grad()
     def unscale_new(self, aside: list[SetAside], scale: float, found_inf: Tensor | None) -> Tensor:
@@ -352,6 +364,7 @@ class HookedOptimizer:
         """
         if self._scaled_by is not None:
             self._add_scaled(aside, scale)
+            self._remove_mark()
             self._scaled_by, aside = None, []
         self._in_backward = self._kept_by_fsdp = False
         self._average()

@@ -29,7 +29,7 @@ from amplab.amp.apex.hooks import Hooks
 from amplab.amp.apex.iteration_state import keep_of, use
 from amplab.amp.arguments import SMALLEST_SCALE, scale_value
 from amplab.amp.backward.gradients import ScaledBackward
-from amplab.amp.backward.records import ScaleRecord
+from amplab.amp.backward.records import ScaledLoss, ScaleRecord
 from amplab.policies.casting.function_modes import without_function_modes
 from amplab.scalers import DynamicScale, ScaleRule, ScaleState, StaticScale
 
@@ -255,15 +255,21 @@ def scale_rule(loss_scale: float | str, **arguments: float | None) -> ScaleRule:
 
 
 class Subscriber(NamedTuple):
-    """A function that is called with records: all, or those of the backwards that reach one optimizer."""
+    """Functions that are called about all backwards, or about those that reach one optimizer.
+
+    Attributes:
+        callback: called with the record of a backward.
+        at_loss: called with its loss, before it; None for no call.
+        optimizer: None for all backwards.
+    """
 
     callback: Callable[[ScaleRecord], object]
+    at_loss: Callable[[ScaledLoss], object] | None
     optimizer: Optimizer | None
 
-    def tell(self, record: ScaleRecord, hooked: Sequence[HookedOptimizer]) -> None:
-        """Call the function with the record of a backward that reaches the optimizers of ``hooked``."""
-        if self.optimizer is None or any(each.belongs_to(self.optimizer) for each in hooked):
-            self.callback(record)
+    def hears_of(self, hooked: Sequence[HookedOptimizer]) -> bool:
+        """Whether to call the functions about a backward that reaches the optimizers of ``hooked``."""
+        return self.optimizer is None or any(each.belongs_to(self.optimizer) for each in hooked)
 
 
 class LossScaling:
@@ -323,6 +329,7 @@ class LossScaling:
         with ScaledBackward(hooked, scale) as backward:
             for each in () if delay_unscale else hooked:
                 each.begin_averaging({f"the loss scale of loss_id {loss_id}": f"{scale}"})
+            self._tell_of_loss(ScaledLoss(loss, backward.all_aside), hooked)
             yield loss.float() * scale
             if delay_unscale or self._hooks.await_average(hooked) or await_shards(hooked):
                 for each, aside in backward.aside:
@@ -336,6 +343,11 @@ class LossScaling:
             scaler.unchecked = found_inf
         else:
             self._decide(found_inf, loss_id, scaler, hooked, loss)
+
+    def _tell_of_loss(self, loss: ScaledLoss, hooked: Sequence[HookedOptimizer]) -> None:
+        for subscriber in list(self._subscribers):
+            if subscriber.at_loss is not None and subscriber.hears_of(hooked):
+                subscriber.at_loss(loss)
 
     def _hooked(self, optimizers: Any, scaler: LossScaler) -> list[HookedOptimizer]:
         if optimizers is None or (isinstance(optimizers, list | tuple) and not optimizers):
@@ -376,7 +388,8 @@ class LossScaling:
         for each in hooked if skipped else ():
             each.skip_next_step(record, scaler.loss_scale)
         for subscriber in list(self._subscribers):
-            subscriber.tell(record, hooked)
+            if subscriber.hears_of(hooked):
+                subscriber.callback(record)
         with without_function_modes():
             self._watches[loss_id].see(record, loss)
 

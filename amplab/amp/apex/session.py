@@ -63,7 +63,7 @@ from amplab.amp.apex.registered_functions import (
 from amplab.amp.arguments import as_list, checked_flag, checked_num_losses
 from amplab.amp.backward.clipping import clip_by_norm_, clip_shards_by_norm_
 from amplab.amp.backward.optimizer_params import master_params
-from amplab.amp.backward.records import MemoryUse, ScaleRecord, StepOutcome
+from amplab.amp.backward.records import MemoryUse, ScaledLoss, ScaleRecord, StepOutcome
 from amplab.formats import LOW_PRECISION_DTYPES
 from amplab.kernels.builder import checked_mode
 from amplab.parallel.combined_ddp import CombinedDDP
@@ -711,7 +711,11 @@ class Session:
         return self._hooks.hooked(optimizer).outcome
 
     def subscribe(
-        self, callback: Callable[[ScaleRecord], object], optimizer: Optimizer | None = None
+        self,
+        callback: Callable[[ScaleRecord], object],
+        optimizer: Optimizer | None = None,
+        *,
+        at_loss: Callable[[ScaledLoss], object] | None = None,
     ) -> Callable[[], None]:
         """Call ``callback`` with a `ScaleRecord` whenever `scale_loss` has unscaled and checked gradients.
 
@@ -721,19 +725,23 @@ class Session:
         Args:
             callback: a function of one record.
             optimizer: call it only for the backwards that were given this optimizer; None for all.
+            at_loss: a function that is called with the `ScaledLoss` of each of these backwards, before it begins; also
+                with ``delay_unscale`` and ``delay_overflow_check``, for which no record follows.
 
         Returns:
             A function that ends the subscription.
 
         Raises:
-            TypeError: ``callback`` is not callable.
+            TypeError: ``callback`` or ``at_loss`` is not callable.
             RuntimeError: an optimizer that was not part of `initialize`.
         """
         if not callable(callback):
             raise TypeError(f"subscribe got {callback!r}: expected a function of one ScaleRecord, such as print.")
+        if at_loss is not None and not callable(at_loss):
+            raise TypeError(f"subscribe got at_loss={at_loss!r}: expected a function of one ScaledLoss, such as print.")
         if optimizer is not None:
             self._hooks.hooked(optimizer)
-        subscriber = Subscriber(callback, optimizer)
+        subscriber = Subscriber(callback, at_loss, optimizer)
         self._subscribers.append(subscriber)
 
         def unsubscribe() -> None:

@@ -12,6 +12,7 @@ import contextlib
 import sys
 import threading
 from collections.abc import Iterable, Sequence
+from itertools import chain
 from types import FrameType, TracebackType
 from typing import Any, Generic, NamedTuple, Protocol, Self, TypeVar
 
@@ -102,6 +103,11 @@ class ScaledBackward(Generic[Reached]):
         self._params: list[Tensor] = []
         self._grad_enabled = torch.is_grad_enabled()
         self.aside: list[tuple[Reached, list[SetAside]]] = []
+
+    @property
+    def all_aside(self) -> tuple[SetAside, ...]:
+        """`aside` of all optimizers."""
+        return tuple(chain.from_iterable(each for _, each in self.aside))
 
     def __enter__(self) -> Self:
         """Set the gradients aside. Sync: none."""

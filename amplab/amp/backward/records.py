@@ -1,13 +1,29 @@
 """The records of a session, all frozen.
 
-`ScaleRecord` at the exit of `scale_loss`, `StepOutcome` after `optimizer.step()`, `MemoryUse` on request.
+`ScaledLoss` before a loss is scaled, `ScaleRecord` at the exit of `scale_loss`, `StepOutcome` after `optimizer.step()`,
+`MemoryUse` on request.
 """
 
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from torch import Tensor
 
-__all__ = ["MemoryUse", "ScaleRecord", "StepOutcome"]
+from amplab.amp.backward.gradients import SetAside
+
+__all__ = ["MemoryUse", "ScaleRecord", "ScaledLoss", "StepOutcome"]
+
+
+class ScaledLoss(NamedTuple):
+    """A loss that is about to be scaled.
+
+    Attributes:
+        loss: before scaling, with its graph.
+        aside: the gradients that `scale_loss` has set aside until its block ends; None if ``scale`` scales the loss.
+    """
+
+    loss: Tensor
+    aside: tuple[SetAside, ...] | None = None
 
 
 @dataclass(frozen=True)

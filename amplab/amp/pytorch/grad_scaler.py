@@ -33,7 +33,7 @@ from torch.optim import Optimizer
 from amplab.amp.arguments import SMALLEST_SCALE, checked_flag, checked_num_losses
 from amplab.amp.backward.clipping import clip_by_norm_, clip_shards_by_norm_
 from amplab.amp.backward.gradients import ScaledBackward
-from amplab.amp.backward.records import ScaleRecord, StepOutcome
+from amplab.amp.backward.records import ScaledLoss, ScaleRecord, StepOutcome
 from amplab.amp.pytorch.found_inf import FoundByLoss, Row, found_inf_of, larger, verdict_of
 from amplab.amp.pytorch.fused_step import (
     leaves_gradients_unscaled,
@@ -426,7 +426,7 @@ class GradScaler(torch.amp.GradScaler):
                 )
             returned = self._maybe_opt_step(optimizer, row, *args, **kwargs)
         if self._subscribers:
-            row["loss"] = self._subscribers.loss_of_step()
+            self._subscribers.note_step()
         row["stage"] = OptState.STEPPED
         return returned
 
@@ -597,6 +597,7 @@ class GradScaler(torch.amp.GradScaler):
                 each.put_on(loss.device)
         scale = own.put_on(loss.device) if own.scale is None else own.scale
         with ScaledBackward(reached, scale) as backward:
+            self._subscribers.tell_of_loss(ScaledLoss(loss, backward.all_aside))
             yield own.times(loss)
             with without_function_modes(), torch.no_grad():
                 found = unscale_new(backward.aside, scale)
@@ -743,17 +744,27 @@ class GradScaler(torch.amp.GradScaler):
         """
         return self._last if isinstance(self._last, StepOutcome) else self._last.outcome()
 
-    def subscribe(self, callback: Callable[[ScaleRecord], object]) -> Callable[[], None]:
+    def subscribe(
+        self,
+        callback: Callable[[ScaleRecord], object],
+        *,
+        at_loss: Callable[[ScaledLoss], object] | None = None,
+    ) -> Callable[[], None]:
         """Call ``callback`` with a `ScaleRecord` at the end of every `update`, which then waits for the device.
 
         There is one call for each loss that had a `scale_loss`. ``skipped`` and ``first_nonfinite`` are those of the
         last `step`. ``backward_scales`` are the scales of all calls of `scale` since the update after the previous
         step; if they differ, the gradients that the step adds up have the wrong weights.
 
+        Args:
+            callback: a function of one record.
+            at_loss: a function that is called with a `ScaledLoss` in every call of `scale` and `scale_loss`, before the
+                backward.
+
         Returns:
             A function that ends the subscription.
         """
-        return self._subscribers.add(callback)
+        return self._subscribers.add(callback, at_loss)
 
     # -- copies ------------------------------------------------------------------------------------
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from amplab.amp.backward.added_losses import added_losses
-from amplab.amp.backward.records import ScaleRecord, StepOutcome
+from amplab.amp.backward.records import ScaledLoss, ScaleRecord, StepOutcome
 from amplab.scalers import is_sharded, local_shard, to_device
 
 __all__ = ["NO_STEP_YET", "STEPPED", "ScaleSubscribers", "StepReport"]
@@ -119,6 +119,7 @@ class ScaleSubscribers:
 
     def __init__(self) -> None:
         self._callbacks: list[Callable[[ScaleRecord], object]] = []
+        self._at_loss: list[Callable[[ScaledLoss], object]] = []
         self._loss: Tensor | None = None  # the sum of the losses since the last step
         self._has_stepped = False  # since the last loss
         self._scale: float | Tensor | None = None  # of the last loss since the last update
@@ -127,29 +128,40 @@ class ScaleSubscribers:
     def __bool__(self) -> bool:
         return bool(self._callbacks)
 
-    def add(self, callback: Callable[[ScaleRecord], object]) -> Callable[[], None]:
-        """Add a callback; return a function that removes it."""
+    def add(
+        self, callback: Callable[[ScaleRecord], object], at_loss: Callable[[ScaledLoss], object] | None
+    ) -> Callable[[], None]:
+        """Add a callback, and one for losses or None; return a function that removes them."""
         self._callbacks.append(callback)
+        if at_loss is not None:
+            self._at_loss.append(at_loss)
 
         def unsubscribe() -> None:
             if callback in self._callbacks:
                 self._callbacks.remove(callback)
+            if at_loss in self._at_loss:
+                self._at_loss.remove(at_loss)
             if not self._callbacks:
                 self._loss = self._scale = None
                 self._scales.clear()
 
         return unsubscribe
 
+    def tell_of_loss(self, loss: ScaledLoss) -> None:
+        """Call the callbacks for losses."""
+        for callback in self._at_loss.copy():
+            callback(loss)
+
     def note(self, loss: Tensor, scale: Tensor) -> None:
-        """Record a loss that is scaled. Sync: none."""
+        """Record a loss that is scaled by `GradScaler.scale`. Sync: none."""
+        self.tell_of_loss(ScaledLoss(loss))
         before, self._has_stepped = None if self._has_stepped else self._loss, False
         self._loss, self._scale = cast(Tensor, added_losses(before, loss.detach())), _kept(scale)
         self._scales.append(self._scale)
 
-    def loss_of_step(self) -> Tensor | None:
-        """Return the sum of the losses with which an optimizer steps: those since the step before. Sync: none."""
+    def note_step(self) -> None:
+        """Record that an optimizer has stepped: the next loss is none of its step."""
         self._has_stepped = True
-        return self._loss
 
     def begin_after_interrupt(self) -> None:
         """Forget the losses of an iteration that an interrupt has ended."""

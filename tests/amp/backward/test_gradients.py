@@ -102,6 +102,52 @@ def test_delayed_accumulation_on_half_parameters(problem):
         torch.testing.assert_close(master.grad, total.float() / 64, rtol=2e-3, atol=1e-5)
 
 
+@pytest.mark.parametrize("delays", [(True,), (True, True), (False, True)])
+@pytest.mark.parametrize("set_to_none", [True, False])
+@pytest.mark.parametrize("level", ["O0", "O1", "O2", "O3"])
+def test_delayed_gradients_that_zero_grad_clears_are_in_no_step(problem, level, set_to_none, delays):
+    """An iteration that is given up leaves nothing, although `zero_grad` reaches masters only."""
+    gives_up, plain = [], []
+    for trained in (gives_up, plain):
+        model = problem.model(batch_norm=False)
+        optimizer, session = sgd(model.parameters()), amp.Session()
+        session.initialize(model, optimizer, opt_level=level, loss_scale=64.0, verbosity=0)
+        for step in range(4):
+            optimizer.zero_grad(set_to_none=set_to_none)
+            if step == 1 and trained is gives_up:
+                for delay in delays:
+                    with session.scale_loss(problem.loss(model, 9), optimizer, delay_unscale=delay) as scaled_loss:
+                        scaled_loss.backward()
+                torch.nn.utils.clip_grad_norm_(session.master_params(optimizer), 1.0)
+                optimizer.zero_grad(set_to_none=set_to_none)
+            for delay in (True, True, False):
+                with session.scale_loss(problem.loss(model, step), optimizer, delay_unscale=delay) as scaled_loss:
+                    scaled_loss.backward()
+            optimizer.step()
+        trained += [each.detach().clone() for each in session.master_params(optimizer)]
+        session.reset()
+    assert_same(gives_up, plain)
+
+
+@pytest.mark.parametrize("has_sum", [False, True])
+def test_clipping_between_delayed_backwards_clears_nothing(problem, has_sum):
+    model = problem.model(batch_norm=False)
+    optimizer, session = sgd(model.parameters()), amp.Session()
+    session.initialize(model, optimizer, opt_level="O2", loss_scale=64.0, verbosity=0)
+    sums = [0.0] * len(list(model.parameters()))
+    for step in range(3):
+        (problem.loss(model, step) * 64).backward()
+        sums = [total + param.grad.float() / 64 for total, param in zip(sums, model.parameters(), strict=True)]
+        model.zero_grad()
+    for step, delay in enumerate((not has_sum, True, False)):
+        with session.scale_loss(problem.loss(model, step), optimizer, delay_unscale=delay) as scaled_loss:
+            scaled_loss.backward()
+        norm = torch.nn.utils.clip_grad_norm_(session.master_params(optimizer), 1e9)
+        assert norm.item() > 0 or delay
+    for master, total in zip(session.master_params(optimizer), sums, strict=True):
+        torch.testing.assert_close(master.grad, total, rtol=2e-3, atol=1e-5)
+
+
 def fail_in_the_block(session, loss, optimizer, error):
     with session.scale_loss(loss, optimizer) as scaled_loss:
         scaled_loss.backward()

@@ -1,0 +1,73 @@
+"""HeldGradients: whether the parameters of a loop have gradients, which tells if losses before are in a step."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import chain
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from amplab.amp.backward.gradients import SetAside
+from amplab.scalers import is_sharded
+
+__all__ = ["HeldGradients"]
+
+_FEW = 4096  # elements; these gradients are read first
+
+
+class HeldGradients:
+    """Tells whether the parameters of a loop have gradients.
+
+    FSDP keeps gradients elsewhere until it reduces them: those of sharded parameters count as present.
+    """
+
+    def __init__(self, model: nn.Module, optimizers: Sequence[Optimizer]) -> None:
+        self._model, self._optimizers = model, optimizers
+
+    def any(self) -> bool:
+        """Return whether a parameter of the model or of an optimizer has one. Sync: none."""
+        params = chain(*map(_params_of, self._optimizers), self._model.parameters())
+        return any(each.grad is not None or is_sharded(each) for each in params)
+
+    def of_first(self, aside: Iterable[SetAside] = ()) -> bool:
+        """Return whether the next step of the first optimizer has gradients so far.
+
+        Those of its parameters, and of those of the model that no other optimizer has, as it may have copies. Zeros
+        are none: ``zero_grad(set_to_none=False)`` leaves them. On devices, and in bfloat16, they count as present.
+
+        Args:
+            aside: those that a backward has set aside.
+
+        Sync: none.
+        """
+        before, waiting = {id(param): grad for param, grad in aside}, []
+        for param in self._params_of_first():
+            grad = before.get(id(param), param.grad)
+            if is_sharded(param) or (grad is not None and not grad.is_cpu):
+                return True
+            if grad is not None and grad.numel() > _FEW:
+                waiting.append(grad)
+            elif grad is not None and _has_values(grad):
+                return True
+        return any(map(_has_values, waiting))
+
+    def _params_of_first(self) -> Iterator[Tensor]:
+        yield from _params_of(self._optimizers[0])
+        others = {id(each) for other in self._optimizers[1:] for each in _params_of(other)}
+        yield from (each for each in self._model.parameters() if id(each) not in others)
+
+
+def _params_of(optimizer: Optimizer) -> Iterator[Tensor]:
+    return chain.from_iterable(group["params"] for group in optimizer.param_groups)
+
+
+def _has_values(grad: Tensor) -> bool:
+    """Whether an element is not zero, also if NumPy cannot read it. No op of torch, which a look would see."""
+    if grad.layout is not torch.strided:
+        return True
+    try:
+        return bool(grad.numpy().any())
+    except (TypeError, RuntimeError):  # bfloat16, a gradient with a graph
+        return True

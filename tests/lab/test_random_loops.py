@@ -1,0 +1,182 @@
+"""A watch records of random loops what lists kept by hand have: losses, loss scales, skips; and it changes no bit.
+
+What a step has is told by the gradients and weights themselves: a step is skipped if no weight changes, and its losses
+are those whose backwards have added to the gradients that it uses.
+"""
+
+import math
+import random
+from dataclasses import dataclass, field
+
+import pytest
+import torch
+from torch import nn
+
+import amplab
+from amplab import amp
+from amplab.lab import watch
+
+SCALERS = {"torch": torch.amp.GradScaler, "amplab": amplab.GradScaler, "blocks": amplab.GradScaler}
+LOOPS = 40  # of each scaling
+STEPS = 6
+
+
+@dataclass
+class Plan:
+    """What a loop is like; drawn from a number."""
+
+    scaling: str
+    number: int
+    gives: bool = True  # the losses to the watch
+    parts: int = 1  # micro-batches
+    set_to_none: bool = True
+    zeroes: str = "first"  # "first" in an iteration, "late": before the first backward, "last": after the step
+    order: str = "c"  # of the networks in an iteration; the critic is the first of the watch
+    own_scalers: bool = False  # each network has its own
+    updates: str = "once"
+    has_batches: bool = True
+    delays: bool = False  # apex: all but the last backward with delay_unscale
+    level: str = "O0"
+    given_up: dict[int, int] = field(default_factory=dict)  # iterations, and after how many backwards
+    bad: frozenset = frozenset()  # iterations whose last micro-batch overflows
+
+    @classmethod
+    def drawn(cls, scaling, number):
+        draw = random.Random(f"{scaling} {number}")
+        plan = cls(scaling, number, parts=draw.choice((1, 1, 2, 3)), set_to_none=draw.random() < 0.6)
+        plan.gives = scaling in ("none", "torch") or draw.random() < 0.5
+        plan.zeroes = draw.choice(("first", "late", "last"))
+        plan.order = draw.choice(("c", "c", "cg", "gc"))
+        plan.own_scalers = scaling in ("torch", "amplab") and draw.random() < 0.5
+        plan.updates = draw.choice(("once", "each"))
+        plan.has_batches = draw.random() < 0.5
+        plan.delays = scaling == "apex" and draw.random() < 0.4
+        plan.level = draw.choice(("O0", "O1", "O2")) if scaling == "apex" else "O0"
+        steps = range(STEPS)
+        plan.given_up = {step: draw.randint(0, plan.parts) for step in steps if draw.random() < 0.25}
+        plan.bad = frozenset(step for step in steps if draw.random() < 0.25 and step not in plan.given_up)
+        if plan.zeroes == "last":  # else another network, or an iteration given up, would leave gradients to the next
+            plan.given_up, plan.order = {}, "c"
+        return plan
+
+
+class Loop:
+    """One loop; `told` has what a person would note: loss, loss scale, whether the step was skipped."""
+
+    def __init__(self, plan):
+        torch.manual_seed(plan.number)
+        self.plan, self.told = plan, []
+        self.models = {"c": nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1)), "g": nn.Linear(4, 4)}
+        self.optimizers = {name: torch.optim.SGD(each.parameters(), lr=0.01) for name, each in self.models.items()}
+        make = SCALERS.get(plan.scaling)
+        scaler = make and make("cpu", init_scale=64.0)
+        self.scalers = {name: make("cpu", init_scale=64.0) if plan.own_scalers else scaler for name in "cg"}
+        self.batches = [torch.randn(plan.parts, 8, 4) for _ in range(STEPS)]
+        self.losses = []  # those in the gradients of the critic
+        self.overflowed_at = None  # apex: the scale of the first backward that overflowed
+
+    def run(self, *, is_watched=True):
+        plan, models, optimizers = self.plan, list(self.models.values()), list(self.optimizers.values())
+        if plan.scaling == "apex":
+            amp.initialize(models, optimizers, opt_level=plan.level, loss_scale="dynamic", num_losses=2, verbosity=0)
+        scaler = amp if plan.scaling == "apex" else self.scalers["c"]
+        try:
+            if not is_watched:
+                self.train(self.batches, lambda loss: loss)
+                return None
+            with watch(models[0], optimizers, scaler=scaler) as w:
+                batches = w.batches(self.batches) if plan.has_batches else self.batches
+                self.train(batches, w.loss if plan.gives else lambda loss: loss)
+            return w
+        finally:
+            amp.reset()
+
+    def train(self, batches, give):
+        for step, batch in enumerate(batches):
+            stepped = [self.iteration(step, name, batch, give) for name in self.plan.order]
+            if self.plan.updates == "once" and self.plan.scaling in SCALERS:
+                used = {id(self.scalers[name]): self.scalers[name] for name in self.plan.order}
+                for scaler in used.values() if all(stepped) else ():
+                    scaler.update()
+
+    def iteration(self, step, name, batch, give):
+        """Train one network; return whether its optimizer was called for."""
+        plan = self.plan
+        backwards = plan.given_up.get(step, plan.parts)
+        if plan.zeroes == "first":
+            self.zero(name)
+        for number, x in enumerate(batch):
+            bad = step in plan.bad and number == plan.parts - 1
+            loss = give(self.loss_of(name, x, overflows=bad))
+            if number == 0 and plan.zeroes == "late":
+                self.zero(name)
+            if number == backwards:
+                return False
+            self.backward(loss, name, delays=plan.delays and number < plan.parts - 1)
+            if name == "c":
+                self.losses.append(loss.item())
+        if step in plan.given_up:
+            return False
+        self.take_step(name)
+        if plan.zeroes == "last":
+            self.zero(name)
+        return True
+
+    def zero(self, name):
+        self.optimizers[name].zero_grad(set_to_none=self.plan.set_to_none)
+        if name == "c":
+            self.losses = []
+            self.overflowed_at = None if self.plan.set_to_none else self.overflowed_at  # as `amplab.amp` documents it
+
+    def loss_of(self, name, x, *, overflows):
+        critic, generator = self.models["c"], self.models["g"]
+        loss = critic(x if name == "c" else generator(x)).float().square().mean()
+        return loss * math.inf if overflows and self.plan.scaling != "none" else loss
+
+    def backward(self, loss, name, *, delays):
+        plan, optimizer = self.plan, self.optimizers[name]
+        if plan.scaling == "apex":
+            scale = self.scale(name)
+            with amp.scale_loss(loss, optimizer, loss_id="cg".index(name), delay_unscale=delays) as scaled:
+                scaled.backward()
+            if name == "c" and self.scale(name) < scale and self.overflowed_at is None:
+                self.overflowed_at = scale
+        elif plan.scaling == "blocks":
+            with self.scalers[name].scale_loss(loss, optimizer) as scaled:
+                scaled.backward()
+        else:
+            (loss if plan.scaling == "none" else self.scalers[name].scale(loss)).backward()
+
+    def take_step(self, name):
+        plan, optimizer = self.plan, self.optimizers[name]
+        before = [each.detach().clone() for each in self.models[name].parameters()]
+        scale = self.scale(name)
+        optimizer.step() if plan.scaling in ("none", "apex") else self.scalers[name].step(optimizer)
+        pairs = zip(before, self.models[name].parameters(), strict=True)
+        if name == "c":
+            skipped = all(torch.equal(old, new) for old, new in pairs)
+            self.told.append(f"{sum(self.losses)} {(skipped and self.overflowed_at) or scale} {skipped}")
+            self.overflowed_at = None
+        if plan.updates == "each" and plan.scaling in SCALERS:
+            self.scalers[name].update()
+
+    def scale(self, name):
+        if self.plan.scaling == "apex":
+            return amp.default_session().loss_scale("cg".index(name))
+        return 1.0 if self.plan.scaling == "none" else self.scalers[name].get_scale()
+
+
+def weights_of(loop):
+    return [each.detach().clone() for model in loop.models.values() for each in model.parameters()]
+
+
+@pytest.mark.parametrize("scaling", ["none", "apex", *SCALERS])
+def test_a_watch_of_a_random_loop_has_what_its_own_list_has(scaling):
+    for number in range(LOOPS):
+        plan = Plan.drawn(scaling, number)
+        loop, plain = Loop(plan), Loop(plan)
+        w = loop.run()
+        assert [f"{each.loss} {each.loss_scale} {each.skipped}" for each in w.history] == loop.told, plan
+        assert w.failures == (), plan
+        plain.run(is_watched=False)
+        assert all(map(torch.equal, weights_of(loop), weights_of(plain))), plan
