@@ -38,6 +38,7 @@ class BegunForward(NamedTuple):
         host: Those of Python's and NumPy's; None if nothing is known to draw from them.
         kept: What its code kept; None if nothing is known to change.
         known: The objects of which that is known; None for all.
+        weights: The versions of the model's parameters.
     """
 
     batch: Any
@@ -46,6 +47,7 @@ class BegunForward(NamedTuple):
     host: HostStates | None
     kept: KeptAttributes | None
     known: frozenset[Any] | None
+    weights: list[int]
 
     @property
     def is_written(self) -> bool:

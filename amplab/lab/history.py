@@ -313,6 +313,16 @@ class History:
         return self._records(slice(row, row + 1))[0]
 
     @_filled
+    def loss(self, row: int) -> float | None:
+        """Return the loss of one step by its row, as `record`; None if it is missing, or if there is no such row."""
+        if not -len(self._columns) <= row < len(self._columns):
+            return None
+        row = range(len(self._columns))[row]
+        at = slice(row, row + 1)
+        is_missing = row < self._untold or self._columns.read(_MISSING, at)[0]
+        return None if is_missing else float(self._columns.read("loss", at)[0])
+
+    @_filled
     def records_at(self, rows: Sequence[int]) -> list[StepRecord]:
         """Return some steps by their rows, from 0: in one read, which is much faster than `record` for each."""
         return self._records(np.asarray(rows, dtype=np.int64))

@@ -131,7 +131,7 @@ def _figures(history: History, config: object) -> dict[str, str]:
         "steps": f"{len(history):,}",
         "skipped": f"{history.skip_count:,}",
         "loss scale": power(last.next_loss_scale, raised=True) if last else "",
-        "last loss": f"{last.loss:.4g}" if last else "",
+        "last loss": "" if (loss := history.loss(-1)) is None else f"{loss:.4g}",
         (score.name if score else ""): score.text(history.last_score)
         if score and history.last_score is not None
         else "",

@@ -17,7 +17,7 @@ from amplab.lab.changes import RunChange
 from amplab.lab.history import History
 from amplab.lab.tasks import TaskChoice
 
-__all__ = ["Measured", "RunStatus", "StatusKind", "run_status", "verdict"]
+__all__ = ["Measured", "RunStatus", "StatusKind", "damage", "run_status", "verdict"]
 
 StatusKind = Literal[
     "ready",
@@ -168,16 +168,27 @@ def _finite_losses(history: History, most: int, *, newest: bool = False) -> np.n
     return found[-most:] if newest else found[:most]
 
 
+def damage(history: History) -> tuple[int, str] | None:
+    """Return since which step every loss is known to be NaN or inf, and which the last one is.
+
+    None if the last step was skipped, or if its loss is finite or missing.
+    """
+    last, loss = history.last, history.loss(-1)
+    if last is None or last.skipped or loss is None or math.isfinite(loss):
+        return None
+    losses, steps = history.column("loss"), history.column("step")
+    others = np.flatnonzero(np.isfinite(losses) | np.isin(steps, [*history.missing_losses()]))
+    first = int(others[-1]) + 1 if len(others) else 0
+    began = int(steps[min(first, len(steps) - 1)])  # the trainer may have added a finite step meanwhile
+    return began, "NaN" if math.isnan(loss) else "inf"
+
+
 def _damaged(history: History) -> RunStatus | None:
     """A loss that is not finite in a step that was not skipped."""
-    last = history.last
-    if last is None or last.skipped or math.isfinite(last.loss) or history.missing_losses(-1):
+    found = damage(history)
+    if found is None:
         return None
-    losses = history.column("loss")
-    finite = np.flatnonzero(np.isfinite(losses))
-    first = int(finite[-1]) + 1 if len(finite) else 0
-    word = "NaN" if math.isnan(last.loss) else "inf"
-    began = history.record(min(first, len(losses) - 1)).step
+    began, word = found
     return _bad(
         history, "damaged", began, f"Damaged since step {began:,}", f"the loss is {word}, and no step was skipped"
     )

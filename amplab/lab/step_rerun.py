@@ -123,9 +123,14 @@ class StepRerun:
             self._keep_buffers()
         host, kept, known = self._kept_of_step()
         self._begun.append(
-            BegunForward(with_own_containers(batch), versions_of(batch), _random_states(), host, kept, known)
+            BegunForward(
+                with_own_containers(batch), versions_of(batch), _random_states(), host, kept, known, self._weights_now()
+            )
         )
         self.is_possible = True
+
+    def _weights_now(self) -> list[int]:
+        return versions_of([*self._model.parameters()])
 
     @torch.no_grad()
     def _keep_buffers(self) -> None:
@@ -226,6 +231,11 @@ class StepRerun:
         """Raise CannotRunAgain if a run was not that of the loop, as far as its loss and its code show."""
         again = None if loss is None or run.loss is None or run.loss.numel() != 1 else run.loss.detach().item()
         if loss is not None and again is not None:
+            if not _is_near(loss, again) and run.begun.weights != self._weights_now():
+                raise CannotRunAgain(
+                    f"its loss was {short_text(loss)} in the loop, and is {short_text(again)} when it runs again: "
+                    "another optimizer has changed the model's weights since its batch was read."
+                )
             if not _is_near(loss, again):
                 raise CannotRunAgain(
                     f"its loss was {short_text(loss)} in the loop, and is {short_text(again)} when it runs again. Pass "

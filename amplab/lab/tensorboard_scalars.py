@@ -39,8 +39,8 @@ class TensorBoardScalars:
         self._process = os.getpid()
         self._skips = 0
 
-    def write(self, record: StepRecord, gradient_norm: float | None) -> None:
-        """Write one step, without the values that were not measured.
+    def write(self, record: StepRecord, *, loss: float | None, gradient_norm: float | None) -> None:
+        """Write one step, without the values that were not measured, which are None.
 
         Raises:
             OSError: a step before could not be written, since the disk is full or the folder is deleted; the process
@@ -50,7 +50,7 @@ class TensorBoardScalars:
             raise OSError(errno.EPERM, "the process was forked from the one that writes them")
         self._skips += record.skipped
         values = {
-            "loss": record.loss,
+            "loss": loss,
             "loss_scale_log2": math.log2(record.loss_scale) if record.loss_scale > 0 else None,
             "skipped_steps": self._skips,
             "gradient_norm": gradient_norm,

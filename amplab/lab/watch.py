@@ -596,14 +596,14 @@ class Watch:
         self._choose_hooks(has_loss=row[1] is not None)
         self._look.step_ends(step, skipped=outcome.skipped)
         if outcome.skipped or self._skips.awaits_next:
-            self._skips.after(recorded(row), self._seconds())
+            self._skips.after(recorded(row), row[1], self._seconds())
         self._rerun.forget()
         level = self.config.opt_level
         self._ranks.after_step(row[0], batch_size=self._batch_size, level=None if level == NO_LEVEL else level)
         if self._ranks.is_due:
             self._choose_forward_hook()
         if self._subscribers or self._scalars is not None:
-            self._publish(recorded(row))
+            self._publish(row)
 
     def _record_rest(self) -> StepRow:
         """Record the step that is over, and those before whose record was interrupted; return the last one."""
@@ -651,11 +651,13 @@ class Watch:
         if self._measure.norm is not None:
             self._norms[step] = self._measure.norm
 
-    def _publish(self, record: StepRecord) -> None:
+    def _publish(self, row: StepRow) -> None:
+        record = recorded(row)
         for callback in list(self._subscribers):
             callback(record)
         if self._scalars is not None and (record.skipped or record.step % self._every == 0):
-            self._try_scalars(partial(self._scalars.write, record, self._norms.get(record.step)))
+            norm = self._norms.get(record.step)
+            self._try_scalars(partial(self._scalars.write, record, loss=row[1], gradient_norm=norm))
 
     def _try_scalars(self, act: Callable[[], None]) -> None:
         """Write the scalars, or close them; after the first failure, which is reported, the loop has none."""
@@ -788,7 +790,8 @@ def watch(
     again, what its code keeps is as before, as far as names in the code lead to it: weights, random generators,
     variables, also those of your other files, of a thread and of a context, attributes of your functions and classes,
     and what containers, arrays and objects of your own classes hold. Iterators, files, caches of functools,
-    attributes of scripted modules, and objects, classes and modules of installed packages are not taken back.
+    attributes of scripted modules, what objects after the first 1,000 of a container hold, and objects, classes and
+    modules of installed packages are not taken back.
 
     A step with a closure, ``optimizer.step(closure)``, uses the gradients that the closure computes. Measured and
     explained are those of its first run, as LBFGS runs it several times in a step. Hooks of other code on the step may

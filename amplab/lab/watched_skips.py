@@ -67,21 +67,21 @@ class WatchedSkips:
         """Whether `after` is needed after a step that was not skipped, too."""
         return self._in_a_row > 0 or self._check is not None
 
-    def after(self, record: StepRecord, seconds: float) -> None:
+    def after(self, record: StepRecord, loss: float | None, seconds: float) -> None:
         """Explain a skipped step by running it again, or check the next one.
 
         Args:
             record: The step that is over.
+            loss: Its loss, None if it is missing.
             seconds: Since the loop began.
         """
         if self._check is not None:
-            has_loss = not self._store.history.missing_losses(-1)
-            for found in self._check.findings(record, _SKIPS_BEFORE_CHECK, has_loss=has_loss):
+            for found in self._check.findings(record, _SKIPS_BEFORE_CHECK, has_loss=loss is not None):
                 self._store.find(record.step, found)
             self._check = None
         self._in_a_row = self._in_a_row + 1 if record.skipped else 0
         if record.skipped:
-            self.explain(record.step, record.loss_scale, record.loss, in_a_row=self._in_a_row, seconds=seconds)
+            self.explain(record.step, record.loss_scale, loss, in_a_row=self._in_a_row, seconds=seconds)
         cannot = not self._rerun.is_possible or self._needs_other_ranks
         if self._in_a_row == _SKIPS_BEFORE_CHECK and cannot:
             with DeferredSignals():  # so that the end of the watch knows its hooks
@@ -104,8 +104,7 @@ class WatchedSkips:
                 raise
             self._not_explained(step, value, error)
         else:
-            history = self._store.history
-            first = history.record(0).loss if len(history) else None
+            first = self._store.history.loss(0)
             self._store.explain(explained(found, step=step, loss=value, first_loss=first, rank=self._store.rank))
             if found is not None:
                 self._store.find(step, finding_of(found))

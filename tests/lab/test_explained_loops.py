@@ -345,6 +345,54 @@ def test_what_is_too_large_to_restore_is_told():
     assert "keeps more than is restored" in w.failures[1]
 
 
+@pytest.mark.parametrize("scaler_type", [torch.amp.GradScaler, None])
+@pytest.mark.parametrize("gives", [True, False])
+def test_a_step_whose_loss_the_loop_does_not_give_is_explained_as_well(gives, scaler_type):
+    """A missing loss is not NaN: neither in what runs again, nor in the reason, nor in what is said of the run."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 3))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    scaler = scaler_type and scaler_type("cpu", init_scale=2.0**17)
+
+    def step(x):
+        with torch.autocast("cpu", dtype=torch.float16):
+            logits = model(20 * x)
+        loss = nn.functional.cross_entropy(logits.float(), torch.tensor([0, 1, 2, 0]))
+        return loss if scaler else loss * 3e38 * 1e3
+
+    with watch(model, optimizer, scaler=scaler, step=step) as w:
+        for x in w.batches(torch.randn(2, 4, 8)):
+            optimizer.zero_grad()
+            loss = w.loss(step(x)) if gives else step(x)
+            (scaler.scale(loss) if scaler else loss).backward()
+            scaler.step(optimizer) if scaler else optimizer.step()
+            if scaler:
+                scaler.update()
+    assert w.failures == ()
+    assert w.history.explanations[0].kind == ("scale" if scaler else "float32")
+    assert "step-not-explained" not in [each.name for each in w.findings()]
+
+
+def test_a_step_that_another_optimizer_has_changed_says_so():
+    parts = nn.ModuleList([nn.Linear(4, 1), nn.Linear(4, 1)])
+    optimizers = [torch.optim.SGD(each.parameters(), lr=1e4) for each in parts]
+    scaler = amplab.GradScaler("cpu", init_scale=64.0)
+
+    def loss_of(x):
+        return parts[0](x).square().mean() + parts[1](x).square().mean()
+
+    warns = pytest.warns(RuntimeWarning, match="another optimizer has changed the model's weights since its batch")
+    with warns, watch(parts, optimizers, scaler=scaler, step=loss_of) as w:
+        for x in w.batches(torch.randn(1, 4, 4)):
+            loss = w.loss(loss_of(x))
+            scaler.scale(loss).backward()
+            parts[0].weight.grad.fill_(float("inf"))
+            for each in optimizers:
+                scaler.step(each)
+            scaler.update()
+    assert w.history.skip_count == 1
+
+
 def explained(model, step):
     """Train with a step that is skipped and runs again, and return the watch."""
     optimizer, scaler = torch.optim.SGD(model.parameters(), lr=0.01), amplab.GradScaler("cpu", init_scale=2.0**24)

@@ -539,6 +539,23 @@ def test_scalars_for_tensorboard(tmp_path):
     ]
 
 
+def test_scalars_have_no_loss_that_is_missing(tmp_path):
+    pytest.importorskip("tensorboard")
+    model, optimizer = make()
+    with watch(model, optimizer, tensorboard=tmp_path, every=1) as w:
+        for x, y in BATCHES[:3]:
+            optimizer.zero_grad()
+            F.cross_entropy(model(x), y).backward()
+            optimizer.step()
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    events = EventAccumulator(str(tmp_path))
+    events.Reload()
+    assert w.history.missing_losses() == {0, 1, 2}
+    assert "amplab/loss" not in events.Tags()["scalars"]
+    assert len(events.Scalars("amplab/gradient_norm")) == 3
+
+
 def train_with_scalars(w, model, optimizer, after_step):
     """Train `STEPS` steps, and call `after_step(step)` after each."""
     with w:

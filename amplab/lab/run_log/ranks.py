@@ -228,7 +228,7 @@ def rank_table(histories: Mapping[int, History]) -> Table:
             str(rank),
             f"{len(history):,}{_mark('steps' in differing)}",
             f"{history.skip_count:,}{_mark('skipped' in differing)}",
-            "" if last is None else number(last.loss),
+            "" if (loss := history.loss(-1)) is None else number(loss),
             "" if last is None else f"{power(last.next_loss_scale)}{_mark('next_loss_scale' in differing)}",
             "" if not own else f"step {own[0].step:,}: {own[0].sentence}",
         ]

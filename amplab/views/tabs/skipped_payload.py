@@ -5,18 +5,16 @@ The first skip of the run comes first and stays there; the others follow, the ne
 
 from __future__ import annotations
 
-import math
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import groupby
 from typing import Any
 
-import numpy as np
-
 from amplab.display.numbers import count
 from amplab.lab import History, SkipExplanation, StepRecord
+from amplab.lab.run_status import damage
 
-__all__ = ["GONE", "LIMIT", "UNRECORDED", "UNWATCHED", "is_broken", "skipped_payload"]
+__all__ = ["GONE", "LIMIT", "UNRECORDED", "UNWATCHED", "skipped_payload"]
 
 LIMIT = 100
 """Rows in the page; the history and the run log hold every skipped step."""
@@ -83,12 +81,6 @@ def skipped_payload(
     }
 
 
-def is_broken(history: History) -> bool:
-    """Return whether the last step had a loss of NaN or inf and was not skipped."""
-    last = history.last
-    return last is not None and not last.skipped and not math.isfinite(last.loss)
-
-
 def _first_in(row: Mapping[str, Any], steps: Sequence[int]) -> int | None:
     """The first of some steps in order that a row holds: the explained one if it is among them; None for none."""
     low, high = bisect_left(steps, row["step"]), bisect_right(steps, row["last"])
@@ -142,16 +134,12 @@ def _unexplained(parameter: str | None, said: str) -> str:
 
 def _broken(history: History) -> str:
     """Return since which step no loss has been finite, or "" if the last one is."""
-    if not is_broken(history):
+    found = damage(history)
+    if found is None:
         return ""
-    losses, steps = history.column("loss"), history.column("step")
-    finite = np.flatnonzero(np.isfinite(losses))
-    first = int(finite[-1]) + 1 if len(finite) else 0
-    if first == len(steps):  # the trainer has added a finite step meanwhile
-        return ""
-    word = "NaN" if np.isnan(losses[-1]) else "inf"
+    began, word = found
     return (
-        f"The loss is {word} since step {steps[first]:,}. A static loss scale (or O3) did not skip that step, so the "
+        f"The loss is {word} since step {began:,}. A static loss scale (or O3) did not skip that step, so the "
         "weights are damaged: press Reset to start over."
     )
 
