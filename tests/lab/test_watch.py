@@ -523,7 +523,6 @@ def test_odd_arguments_are_answered_with_a_sentence():
 
 
 def test_scalars_for_tensorboard(tmp_path):
-    pytest.importorskip("tensorboard")
     model, optimizer = make()
     with watch(model, optimizer, tensorboard=tmp_path, every=1) as w:
         for x, y in BATCHES[:3]:
@@ -540,7 +539,6 @@ def test_scalars_for_tensorboard(tmp_path):
 
 
 def test_scalars_have_no_loss_that_is_missing(tmp_path):
-    pytest.importorskip("tensorboard")
     model, optimizer = make()
     with watch(model, optimizer, tensorboard=tmp_path, every=1) as w:
         for x, y in BATCHES[:3]:
@@ -570,7 +568,6 @@ def train_with_scalars(w, model, optimizer, after_step):
 @pytest.mark.parametrize("step", [0, 30, STEPS - 2])
 def test_a_loop_goes_on_without_scalars_that_cannot_be_written(step, tmp_path):
     """Their folder is deleted after a step; after the last but one, it is the end of the watch that may learn it."""
-    pytest.importorskip("tensorboard")
     model, optimizer = make()
     w = watch(model, optimizer, tensorboard=tmp_path / "scalars", every=1, log=tmp_path / "log")
     before = threading.active_count()
@@ -584,7 +581,6 @@ def test_a_loop_goes_on_without_scalars_that_cannot_be_written(step, tmp_path):
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 @pytest.mark.skipif(os.name != "posix", reason="needs a limit of the size of files")
 def test_scalars_that_fill_the_disk_do_not_end_the_loop(tmp_path):
-    pytest.importorskip("tensorboard")
     import resource
 
     model, optimizer = make()
@@ -606,7 +602,6 @@ def test_scalars_that_fill_the_disk_do_not_end_the_loop(tmp_path):
 @pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
 def test_a_forked_loop_has_no_scalars(tmp_path):
     """It has no thread that writes them, so they would wait for ever."""
-    pytest.importorskip("tensorboard")
     model, optimizer = make()
     w = watch(model, optimizer, tensorboard=tmp_path, every=1)
 
