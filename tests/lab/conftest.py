@@ -1,5 +1,6 @@
 """What the tests of the lab share: a folder for run logs, a small trainer, an ear for its events."""
 
+import math
 import sys
 import threading
 import time
@@ -9,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from amplab.lab import TASKS, Event, ExperimentConfig, StateChanged, Trainer
+from amplab.lab import TASKS, Event, ExperimentConfig, StateChanged, Trainer, skip_explanation
 from amplab.lab.own_task import forget_own
 
 
@@ -20,6 +21,12 @@ def runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("AMPLAB_RUNS", str(folder))
     monkeypatch.setenv("AMPLAB_KERNELS", "reference")  # for the processes started here: they compile nothing
     return folder
+
+
+@pytest.fixture
+def with_budget(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every skip is explained, however slow the machine is."""
+    monkeypatch.setattr(skip_explanation, "SHARE", math.inf)
 
 
 @pytest.fixture

@@ -38,12 +38,6 @@ def without_budget(monkeypatch):
     monkeypatch.setattr(skip_explanation, "CREDIT", 0.0)
 
 
-@pytest.fixture
-def with_budget(monkeypatch):
-    """Every skip is explained."""
-    monkeypatch.setattr(skip_explanation, "SHARE", math.inf)
-
-
 def why(config, fault=None, steps=1):
     """The explanations of a run's skips."""
     trainer = Trainer(config)

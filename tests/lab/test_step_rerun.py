@@ -212,7 +212,7 @@ class Resizes(nn.Module):
 
 @pytest.mark.filterwarnings("ignore:amplab.watch. step 0 could not run again:RuntimeWarning")
 @pytest.mark.parametrize("way", ["resized", "data", "replaced", "added"])
-def test_a_loop_goes_on_whose_forward_changes_what_buffers_are(way):
+def test_a_loop_goes_on_whose_forward_changes_what_buffers_are(way, with_budget):
     model = Resizes(way)
     w = overflowing(model, steps=4)
     assert (w.history.skip_count, model.calls.item()) == (4, 4)
