@@ -19,6 +19,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from amplab.amp import is_autocast_enabled
 from amplab.lab.batches import copied
 from amplab.lab.kept_attributes import KeptAttributes
+from amplab.lab.step_code import CodeBefore
 from amplab.policies.casting.function_modes import without_function_modes
 from amplab.policies.nested_tensors import tensors_in
 from amplab.trace.handed_step import Loss
@@ -34,20 +35,16 @@ class BegunForward(NamedTuple):
     Attributes:
         batch: The batch, with containers of its own.
         versions: Of its tensors: what was written to since then is known by these.
-        random: The states of torch's generators.
-        host: Those of Python's and NumPy's; None if nothing is known to draw from them.
-        kept: What its code kept; None if nothing is known to change.
-        known: The objects of which that is known; None for all.
         weights: The versions of the model's parameters.
+        random: The states of torch's generators.
+        code: What its code kept.
     """
 
     batch: Any
     versions: list[int]
-    random: list[Tensor]
-    host: HostStates | None
-    kept: KeptAttributes | None
-    known: frozenset[Any] | None
     weights: list[int]
+    random: list[Tensor]
+    code: CodeBefore
 
     @property
     def is_written(self) -> bool:
@@ -86,7 +83,7 @@ class ForwardAgain:
     def begin(self) -> None:
         """Let code and batch be as they were."""
         with unseen(), torch.no_grad():
-            for kept in (self.now, self.begun.kept):
+            for kept in (self.now, self.begun.code.kept):
                 if kept is not None:
                     kept.restore()
             if versions_of(self.batch) != self._written:
@@ -123,7 +120,7 @@ class ForwardAgain:
     def _see(self, loss: Any) -> Any:
         """Note a loss, and what code has changed since its step began."""
         if self.loss is None and isinstance(loss, Tensor):
-            self.loss, self.draws = loss, not (self.begun.host or self.host).are_present
+            self.loss, self.draws = loss, not (self.begun.code.host or self.host).are_present
             with unseen():
                 self.now.look()  # before a tool restores the attributes of modules
         return loss

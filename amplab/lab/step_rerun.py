@@ -8,7 +8,6 @@ been the step is an error, no explanation.
 
 from __future__ import annotations
 
-import inspect
 import math
 from collections import deque
 from dataclasses import dataclass
@@ -23,15 +22,12 @@ from amplab.amp import Session
 from amplab.diagnose import FirstNonfinite, first_nonfinite
 from amplab.display.numbers import short_text
 from amplab.lab.forward_again import BegunForward, ForwardAgain, in_autocast, versions_of, with_own_containers
-from amplab.lab.kept_attributes import KeptAttributes
-from amplab.lab.own_code import named_by
-from amplab.lab.own_objects import Names
+from amplab.lab.step_code import StepCode
 from amplab.parallel.ranks import NeedsOtherRanks, data_parallel, exchanges_in_forward, this_rank
 from amplab.policies.nested_tensors import tensors_in
 from amplab.trace.as_found import Undo, leaves_as_found, remove_hook
 from amplab.trace.handed_step import Loss, Scaler
 from amplab.trace.modules import UncopiedHook
-from amplab.trace.random_states import HostStates
 from amplab.trace.stand_ins import apart
 from amplab.trace.tensor_copies import write_value
 from amplab.trace.untouched import unless_undone
@@ -78,7 +74,6 @@ class StepRerun:
     Attributes:
         is_possible: whether a step can run again: there is a loss or a step, and batches are known.
         at_work: whether a step is running again now.
-        is_taken_back: whether all that reruns have changed was taken back.
         wrappers: DistributedDataParallel around the model, as far as the loop has shown it.
     """
 
@@ -86,13 +81,7 @@ class StepRerun:
         self, model: nn.Module, loss: Loss | None, step: Loss | None, scaler: Scaler | None, *, keeps: bool = True
     ) -> None:
         self._model, self._loss, self._step, self._scaler = model, loss, step, scaler
-        self._keeps = keeps
-        self._first: KeptAttributes | None = None  # what code kept as the first step began
-        self._is_first = True
-        self._changing: dict[Any, Names] = {}  # what that step or a rerun has changed
-        self._first_host: HostStates | None = None
-        self._draws = False  # from Python's or NumPy's global generators
-        self.is_taken_back = True
+        self._code = StepCode(model, [each for each in (loss, step) if each is not None], keeps=keeps)
         self._runs_again = loss is not None or step is not None
         self._kept: list[Tensor] = []  # the buffers as the step began
         if self._runs_again:
@@ -121,12 +110,9 @@ class StepRerun:
             return
         if not self._begun:
             self._keep_buffers()
-        host, kept, known = self._kept_of_step()
-        self._begun.append(
-            BegunForward(
-                with_own_containers(batch), versions_of(batch), _random_states(), host, kept, known, self._weights_now()
-            )
-        )
+        code = self._code.before()
+        versions = versions_of(batch), self._weights_now()
+        self._begun.append(BegunForward(with_own_containers(batch), *versions, _random_states(), code))
         self.is_possible = True
 
     def _weights_now(self) -> list[int]:
@@ -151,6 +137,11 @@ class StepRerun:
         return True
 
     @property
+    def is_taken_back(self) -> bool:
+        """Whether all that reruns have changed was taken back."""
+        return self._code.is_taken_back
+
+    @property
     def is_batch_written(self) -> bool:
         """Whether a kept batch was written to since its step began, so that the step cannot run again."""
         return any(each.is_written for each in self._begun)
@@ -171,7 +162,8 @@ class StepRerun:
 
     def forget(self) -> None:
         """Drop the batches: their step is over."""
-        self._is_first = self._is_first and not self._begun
+        if self._begun:
+            self._code.step_ends()
         self._begun.clear()
 
     def beginning(self) -> StepBeginning:
@@ -215,7 +207,7 @@ class StepRerun:
                     "its batch was written to after the loop got it, as x.div_(255) writes to x, so that it is not as "
                     "it was. Write x = x / 255."
                 )
-            run = ForwardAgain(begun, self._kept_now())
+            run = ForwardAgain(begun, self._code.now())
             with Undo() as undo:
                 self._begin_again(begun, run, undo)
                 found = self._first_nonfinite(run, loss_scale)
@@ -246,45 +238,12 @@ class StepRerun:
                 return
         if is_finite:  # "finite when it runs again" says as much
             return
-        known, changed = run.begun.known, run.now.changed
-        if known is not None and (changed.keys() - known or (run.draws and run.begun.host is None)):
+        code, changed = run.begun.code, run.now.changed
+        if code.known is not None and (changed.keys() - code.known or (run.draws and code.host is None)):
             raise CannotRunAgain(
                 "its code has changed what it keeps, such as a count or a random generator, so that it may not run "
                 "as it did. From now on this is kept for each step, and the next one can run again."
             )
-
-    def _kept_of_step(self) -> tuple[HostStates | None, KeptAttributes | None, frozenset[Any] | None]:
-        """Return what code keeps as a forward begins, as far as it is known to change, and of which objects that is."""
-        if not self._keeps:
-            return None, None, None
-        if self._is_first:
-            host, kept = HostStates(), self._kept_now()
-            self._first, self._first_host = self._first or kept, self._first_host or host
-            return host, kept, None
-        if self._first is not None and self._first_host is not None:
-            self._first.look()
-            self._changing |= self._first.changed
-            self._draws = not self._first_host.are_present
-            self._first = None
-        changing = KeptAttributes.of(self._changing.values(), self._weights) if self._changing else None
-        return HostStates() if self._draws else None, changing, frozenset(self._changing)
-
-    def _kept_now(self) -> KeptAttributes:
-        if not self._keeps:
-            return KeptAttributes({})
-        functions = [inspect.unwrap(each) for each in (self._loss, self._step) if each is not None]
-        followed = named_by([self._model, *functions])
-        return KeptAttributes({"model": self._model}, self._weights, followed=followed)
-
-    def _weights(self) -> list[Tensor]:
-        """The tensors that a tool restores itself."""
-        return [*self._model.parameters(), *self._model.buffers()]
-
-    def _take_back(self, run: ForwardAgain) -> None:
-        """Let code keep what it kept before a rerun, and note what the rerun has changed."""
-        self.is_taken_back = run.now.restore() and self.is_taken_back
-        self._changing |= run.now.changed
-        self._draws = self._draws or run.draws
 
     def _see_loop(self, model: nn.Module, _args: object) -> None:
         """Note once whether the loop calls the model in an autocast region, and by which wrapper."""
@@ -314,7 +273,7 @@ class StepRerun:
     def _begin_again(self, begun: BegunForward, run: ForwardAgain, undo: Undo) -> None:
         """Set the state in which the step began, until `undo`."""
         undo.add(partial(setattr, self, "at_work", False))
-        undo.add(partial(self._take_back, run))
+        undo.add(lambda: self._code.take_back(run.now, draws=run.draws))
         undo.enter_block(partial(apart, self._model))
         buffers = list(self._model.buffers())
         if len(buffers) != len(self._kept):
@@ -325,8 +284,8 @@ class StepRerun:
         undo.register(first, run.see_forward, self._model._forward_pre_hooks)
         self.at_work = True
         self._set(begun.random, buffers, self._kept)
-        if begun.host is not None:
-            begun.host.restore()
+        if begun.code.host is not None:
+            begun.code.host.restore()
 
     @torch.no_grad()
     def _set(self, random: list[Tensor], buffers: list[Tensor], values: list[Tensor]) -> None:

@@ -180,7 +180,7 @@ def test_tools_run_a_model_over_a_graph_and_leave_it_as_it_was(kind, tool):
 
 
 @pytest.mark.parametrize("kind", ADJACENCIES)
-def test_a_skipped_step_of_a_model_over_a_graph_is_explained(kind):
+def test_a_skipped_step_of_a_model_over_a_graph_is_explained(kind, with_budget):
     model = Graph(ADJACENCIES[kind]())
     w = overflowing(model, steps=2)
     assert (w.history.skip_count, w.failures, sorted(w.history.explanations)) == (2, (), [0, 1])
