@@ -40,7 +40,15 @@ from amplab.scalers.rules import (
 )
 from amplab.scalers.scale_path import ScalePath, scale_path, steps_lost
 from amplab.scalers.to_device import to_device
-from amplab.scalers.unscaler import FlatGrads, Unscaler, inverse_scale, is_sharded, local_shard, strided_grad
+from amplab.scalers.unscaler import (
+    FlatGrads,
+    Unscaler,
+    inverse_scale,
+    is_sharded,
+    local_shard,
+    strided_grad,
+    summed_values,
+)
 
 __all__ = [
     "APEX_DYNAMIC",
@@ -89,5 +97,6 @@ __all__ = [
     "scale_path",
     "steps_lost",
     "strided_grad",
+    "summed_values",
     "to_device",
 ]

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from amplab.scalers.flat_gradients import FlatGradients, ViewBreak
-from amplab.scalers.unscaler import FlatGrads, Unscaler, gathered_found_inf, inverse_scale, strided_grad
+from amplab.scalers.unscaler import FlatGrads, Unscaler, gathered_found_inf, inverse_scale
 
 __all__ = ["CombinedUnscaler"]
 
@@ -140,14 +140,15 @@ class CombinedUnscaler(Unscaler):
         self._all_combined = self._flat is not None and _same(params, self._flat.params)
 
     def flat_grads(self, params: Iterable[Tensor]) -> FlatGrads:
-        """The gradients of ``params``, after `settle`; see `Unscaler.flat_grads`. Sync: none."""
+        """The gradients of ``params``, after `settle`; see `Unscaler.flat_grads`."""
         params = tuple(params)
         self.take()
         self.settle(params, again=True)
         inside = set() if self._flat is None else {id(param) for param in self._flat.params}
-        outside = [strided_grad(param) for param in params if param.grad is not None and id(param) not in inside]
+        outside = super().flat_grads(param for param in params if id(param) not in inside)
         parts = [] if self._flat is None else self._flat.parts()
-        return FlatGrads([*self.buffers, *outside], [*parts, *outside])
+        buffers = self.buffers
+        return FlatGrads([*buffers, *outside.tensors], [*parts, *outside.parts], [*buffers, *outside.summed])
 
     def _report(self, params: Sequence[Tensor], flat: FlatGradients) -> None:
         """Announce which gradients have left their buffers, and how."""

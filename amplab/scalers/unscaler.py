@@ -23,6 +23,7 @@ __all__ = [
     "is_sharded",
     "local_shard",
     "strided_grad",
+    "summed_values",
     "tensors_of",
 ]
 
@@ -66,10 +67,12 @@ class FlatGrads(NamedTuple):
     Attributes:
         tensors: as few as possible; they may include padding, which is zero and has to stay zero.
         parts: strided, one for each gradient.
+        summed: what a norm is taken of: `tensors`, but of sparse gradients with duplicates copies with their sums.
     """
 
     tensors: list[Tensor]
     parts: list[Tensor]
+    summed: list[Tensor]
 
 
 class Unscaler:
@@ -96,7 +99,7 @@ class Unscaler:
         """Divide every ``param.grad`` by ``scale`` in place, each gradient once however often its parameter is listed.
 
         Args:
-            params: parameters; those without a gradient are skipped. Sparse gradients are coalesced first.
+            params: parameters; those without a gradient are skipped; for sparse gradients see `strided_grad`.
             scale: > 0, a number or a one-element tensor on the device.
             found_inf: ``(1,)`` float32 of an earlier call, to be updated; None for a new one.
 
@@ -108,7 +111,7 @@ class Unscaler:
             RuntimeError: a gradient that is integer, complex or expanded, or two that overlap in memory; the message
                 gives the index of the parameter.
 
-        Sync: none.
+        Sync: none; one for sparse float16 gradients that are not coalesced.
         """
         params = list(params)
         if not self._knows(params):
@@ -137,9 +140,14 @@ class Unscaler:
         """Move complete gradients of ``params`` to their buffers: here there are none, and nothing moves."""
 
     def flat_grads(self, params: Iterable[Tensor]) -> FlatGrads:
-        """Return the gradients of ``params`` in as few tensors as possible: here one for each. Sync: none."""
+        """Return the gradients of ``params`` in as few tensors as possible: here one for each.
+
+        Sync: none; one for sparse gradients that are not coalesced.
+        """
+        params = list(params)
         grads = [strided_grad(param) for param in params if param.grad is not None]
-        return FlatGrads(grads, grads)
+        summed = [summed_values(param.grad) for param in params if param.grad is not None]
+        return FlatGrads(grads, grads, summed)
 
     def _unscale_listed(self, group: list[Tensor], found_inf: Tensor, inverse: Tensor) -> None:
         """Pass a list of the gradients to the general operator; name the parameter if it refuses one."""
@@ -175,24 +183,35 @@ class Unscaler:
 
 
 def strided_grad(param: Tensor) -> Tensor:
-    """Return the strided tensor with the values of ``param.grad``, which is what the kernels take.
+    """Return the strided tensor with the values of ``param.grad``, which is what `unscale_` writes to.
 
-    A sparse gradient is coalesced in place first, because the sum of duplicates may overflow. Of a DTensor it is the
-    shard of this rank.
+    A sparse gradient is replaced by a copy, as it may share its values with the gradient of another embedding. As in
+    ``torch.amp.GradScaler``, a float16 one is coalesced, because the sum of duplicates may overflow, and others keep
+    their duplicates, so that an optimizer adds them in the order in which it would without a scaler. Of a DTensor it is
+    the shard of this rank.
 
     Raises:
         ValueError: ``param`` has no gradient.
 
-    Sync: none for a strided gradient; coalescing waits for the device.
+    Sync: none, except for a sparse float16 gradient: coalescing waits for the device.
     """
     grad = param.grad
     if grad is None:
         raise ValueError("param.grad is None: expected a parameter with a gradient; leave this one out.")
     if not grad.is_sparse:
         return local_shard(grad)
-    if not grad.is_coalesced():
-        param.grad = grad = grad.coalesce()
-    return grad._values()
+    with torch.no_grad():
+        sums = grad.dtype is torch.float16 and not grad.is_coalesced()
+        param.grad = own = grad.coalesce() if sums else grad.clone()
+    return own._values()
+
+
+def summed_values(grad: Tensor) -> Tensor:
+    """Return the elements of a gradient, of a sparse one the sums of duplicates; of a DTensor the shard of this rank.
+
+    Sync: none; one for sparse gradients that are not coalesced.
+    """
+    return grad.coalesce()._values() if grad.is_sparse else local_shard(grad)
 
 
 def is_sharded(tensor: Tensor) -> bool:

@@ -395,7 +395,7 @@ class HookedOptimizer:
         for param in reversed(self._current_params()):
             grad = param.grad
             if grad is not None and grad.is_sparse:
-                grad = grad.coalesce().values()
+                grad = grad._values()  # in which found_inf was looked for
             if grad is not None and not local_shard(grad).isfinite().all():
                 return next((pair.model for pair in self.masters.pairs if pair.master is param), param)
         return None
@@ -415,7 +415,7 @@ class HookedOptimizer:
             )
         self._refresh()
         own, masters = self._unscaler.flat_grads(self._own), self._into_masters.flat_grads(self._masters())
-        return FlatGrads(own.tensors + masters.tensors, own.parts + masters.parts)
+        return FlatGrads(own.tensors + masters.tensors, own.parts + masters.parts, own.summed + masters.summed)
 
     # -- a step, and a step that is skipped --------------------------------------------------------
 

@@ -644,7 +644,7 @@ class Session:
                 ``delay_unscale``.
             ValueError: a ``max_norm`` or a ``norm_type`` that is not > 0.
 
-        Sync: none.
+        Sync: none; one for sparse gradients that are not coalesced, of which the norm is that of the sums.
 
         Reference: ``torch.nn.utils.clip_grad_norm_``, ``clip_optimizer_grad_norm_fused`` of Ascend's apex.
         """
@@ -656,7 +656,7 @@ class Session:
             if hooked.rank_groups:
                 return clip_shards_by_norm_(hooked.model_params, max_norm, norm_type)
             grads = hooked.flat_grads()
-            return clip_by_norm_(grads.tensors, max_norm, norm_type, parts=grads.parts)
+            return clip_by_norm_(grads.tensors, max_norm, norm_type, parts=grads.parts, summed=grads.summed)
 
     def combined_grads(self, optimizer: Optimizer) -> tuple[Tensor, ...]:
         """Return the flat buffers that hold the gradients of ``optimizer``, one for each device and dtype.

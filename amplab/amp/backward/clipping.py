@@ -13,7 +13,7 @@ from torch import Tensor
 
 from amplab.kernels import unscale_
 from amplab.parallel.shards import RankGroup, norm_over_ranks, rank_groups_of
-from amplab.scalers import strided_grad, to_device
+from amplab.scalers import strided_grad, summed_values, to_device
 
 __all__ = ["clip_by_norm_", "clip_shards_by_norm_"]
 
@@ -22,7 +22,12 @@ _SMALL = 1 << 16  # mean number of elements above which a copy costs more than o
 
 @torch.no_grad()
 def clip_by_norm_(
-    grads: Sequence[Tensor], max_norm: float, norm_type: float = 2.0, *, parts: Sequence[Tensor] | None = None
+    grads: Sequence[Tensor],
+    max_norm: float,
+    norm_type: float = 2.0,
+    *,
+    parts: Sequence[Tensor] | None = None,
+    summed: Sequence[Tensor] | None = None,
 ) -> Tensor:
     """Scale ``grads`` in place so that their total norm is at most ``max_norm``.
 
@@ -31,6 +36,7 @@ def clip_by_norm_(
         max_norm: > 0.
         norm_type: ``p``; inf for the largest magnitude.
         parts: the tensors to multiply, if ``grads`` have padding: a NaN norm would make the padding NaN.
+        summed: the tensors to take the norm of, if ``grads`` are of sparse gradients whose duplicates are not added.
 
     Returns:
         ``()``, the norm before clipping; 0.0 without gradients.
@@ -45,7 +51,7 @@ def clip_by_norm_(
     """
     if not grads:
         return torch.tensor(0.0, dtype=torch.float32)
-    norm = _norm(grads, norm_type)
+    norm = _norm(grads if summed is None else summed, norm_type)
     factor = _factor(norm, max_norm)
     keeps_padding = parts is None or (norm.device.type == "cpu" and math.isfinite(factor.item()))
     _multiply_(grads if keeps_padding or parts is None else parts, factor)
@@ -72,17 +78,18 @@ def clip_shards_by_norm_(params: Sequence[Tensor], max_norm: float, norm_type: f
     Reference: ``torch.nn.utils.clip_grad_norm_`` for DTensors.
     """
     held: dict[tuple[RankGroup, ...], list[Tensor]] = {}
+    written = [strided_grad(param) for param in params if param.grad is not None]
     for param in params:
         grads = held.setdefault(rank_groups_of(param), [])
         if param.grad is not None:
-            grads.append(strided_grad(param))
+            grads.append(summed_values(param.grad))
     nothing = torch.zeros((), dtype=torch.float32, device=params[0].device)
     norms = [
         norm_over_ranks(_norm(grads, norm_type) if grads else nothing, groups, norm_type)
         for groups, grads in held.items()
     ]
     norm = _total(norms, norm_type)
-    _multiply_([grad for grads in held.values() for grad in grads], _factor(norm, max_norm))
+    _multiply_(written, _factor(norm, max_norm))
     return norm
 
 

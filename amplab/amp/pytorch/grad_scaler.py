@@ -100,6 +100,8 @@ class GradScaler(torch.amp.GradScaler):
       gradient that arrives after `unscale_`. A scaled gradient that is added to an unscaled one is an error in `step`.
     * After an interrupt in `unscale_`, `step` or `update`, or between these calls if it ended the function that made
       them, the next call of `scale` begins an iteration.
+    * Sparse gradients that share their values, as those of two embeddings that are added, are each unscaled once; torch
+      2.13 divides the values by the scale twice.
     * A fused SGD whose first step is skipped keeps no uninitialized momentum.
     * A closure is refused as a positional argument, too.
     * The ranks that hold shards of the parameters (FSDP2) agree on found_inf; on the CPU `unscale_` waits for them.
@@ -269,7 +271,7 @@ class GradScaler(torch.amp.GradScaler):
                 gradient was added to an unscaled one; the call before was interrupted.
             ValueError: float16 gradients.
 
-        Sync: none; one for sparse gradients that are not coalesced.
+        Sync: none; one for sparse float16 gradients that are not coalesced.
         """
         if not self._enabled:
             return
@@ -351,7 +353,7 @@ class GradScaler(torch.amp.GradScaler):
         Raises:
             As `unscale_`. ValueError: a ``norm_type`` that is not > 0, for sharded gradients.
 
-        Sync: none.
+        Sync: none; one for sparse gradients that are not coalesced, of which the norm is that of the sums.
         """
         self.unscale_(optimizer)
         known = self._known.of(optimizer)
@@ -364,7 +366,7 @@ class GradScaler(torch.amp.GradScaler):
         if known.rank_groups:
             return clip_shards_by_norm_(known.params, max_norm, norm_type)
         grads = known.unscaler.flat_grads(known.params)
-        return clip_by_norm_(grads.tensors, max_norm, norm_type, parts=grads.parts)
+        return clip_by_norm_(grads.tensors, max_norm, norm_type, parts=grads.parts, summed=grads.summed)
 
     def step(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
         """Call ``optimizer.step(*args, **kwargs)`` unless a gradient is inf or NaN. Unscale first if not done yet.

@@ -23,7 +23,7 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from amplab.amp.backward.optimizer_params import params_of
-from amplab.scalers import is_sharded, local_shard, strided_grad, to_device
+from amplab.scalers import is_sharded, local_shard, summed_values, to_device
 
 __all__ = ["UnscaledGradients"]
 
@@ -166,7 +166,7 @@ class UnscaledGradients:
                 continue
             if not was_nonzero.item():  # the backward has added to zeros
                 del self._mixed[id(param)], self._unscaled[id(param)]
-            elif strided_grad(param).any().item():
+            elif summed_values(param.grad).any().item():
                 raise RuntimeError(
                     f"{name(param)} was unscaled, and then a backward of a scaled loss has added to it: run every "
                     "backward that reaches an optimizer's parameters before its unscale_() or step(), or call "
@@ -216,7 +216,7 @@ class UnscaledGradients:
 @torch.no_grad()
 def _states(params: list[Tensor]) -> list[_Before]:
     """Return the state of each gradient. Sync: none; one for sparse gradients that are not coalesced."""
-    values = [strided_grad(param) for param in params if param.grad is not None]  # may replace a sparse gradient
+    values = [summed_values(param.grad) for param in params if param.grad is not None]
     filled = [each for each in values if each.numel()]
     norms = iter(torch._foreach_norm(filled, torch.inf) if filled else ())
     nonzero = iter([next(norms) != 0 if each.numel() else each.any() for each in values])

@@ -4,6 +4,8 @@
 comparison with plain torch is exact.
 """
 
+import contextlib
+
 import pytest
 import torch
 from torch import nn
@@ -248,3 +250,57 @@ def test_sparse_gradients_train_masters_as_float32_would(kind):
         return model.state_dict()["weight"]
 
     assert torch.equal(trained("O2"), trained("O0"))
+
+
+@pytest.mark.filterwarnings("ignore:Sparse invariant checks:UserWarning")  # of Adagrad
+@pytest.mark.parametrize("delayed", [False, True])
+@pytest.mark.parametrize("tables", [1, 2])
+@pytest.mark.parametrize("level", ["O0", "O1"])
+@pytest.mark.parametrize("kind", [torch.optim.SparseAdam, torch.optim.SGD, torch.optim.Adagrad])
+def test_sparse_gradients_train_to_the_bits_of_a_loop_without_amp(kind, level, tables, delayed):
+    """Accumulated over losses with scales of their own, the last of one row; two embeddings are summed."""
+
+    def trained(use_amp):
+        torch.manual_seed(0)
+        model = nn.ModuleList(nn.Embedding(8, 2, sparse=True) for _ in range(tables))
+        optimizer, session = kind(model.parameters(), lr=0.1), amp.Session()
+        if use_amp:
+            session.initialize(model, optimizer, opt_level=level, loss_scale="dynamic", num_losses=3, verbosity=0)
+            session.load_state_dict(
+                {f"loss_scaler{k}": {"loss_scale": scale, "unskipped": 0} for k, scale in enumerate((8.0, 32.0, 16.0))}
+            )
+        for _ in range(3):
+            for number, rows in enumerate((64, 64, 1)):
+                index = torch.randint(8, (rows,))
+                with session.casting() if use_amp else contextlib.nullcontext():
+                    loss = sum(table(index) for table in model).float().square().mean()
+                if not use_amp:
+                    loss.backward()
+                    continue
+                with session.scale_loss(loss, optimizer, number, delay_unscale=delayed and number < 2) as scaled_loss:
+                    scaled_loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        return list(model.parameters())
+
+    assert_same(trained(use_amp=True), trained(use_amp=False))
+
+
+@pytest.mark.parametrize("combined", [False, True])
+def test_reading_the_buffers_and_a_large_clip_keep_the_bits_of_sparse_gradients(combined):
+    def trained(look):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Embedding(8, 2, sparse=True), nn.Linear(2, 1))
+        optimizer, session = torch.optim.SGD(model.parameters(), lr=0.1), amp.Session()
+        session.initialize(model, optimizer, opt_level="O0", combine_grad=combined, loss_scale=8.0, verbosity=0)
+        for _ in range(3):
+            with session.scale_loss(model(torch.randint(8, (64,))).square().mean(), optimizer) as scaled_loss:
+                scaled_loss.backward()
+            look(session, optimizer)
+            optimizer.step()
+            optimizer.zero_grad()
+        return list(model.parameters())
+
+    alone = trained(lambda session, optimizer: None)
+    assert_same(trained(lambda session, optimizer: session.combined_grads(optimizer)), alone)
+    assert_same(trained(lambda session, optimizer: session.clip_grad_norm_(optimizer, 1e9)), alone)
