@@ -9,7 +9,6 @@ values are not about to exceed 65504. If they overflowed in a step, or rise stea
 NaN.
 """
 
-import copy
 import math
 import statistics
 import sys
@@ -46,7 +45,7 @@ from amplab.display.html import Markup, markup
 from amplab.display.numbers import count, power, size
 from amplab.display.table import Card, Cell, Column, Table
 from amplab.policies.signals import is_interrupt
-from amplab.trace.argument_checks import check_gradients_on
+from amplab.trace.argument_checks import check_gradients_on, copy_of
 from amplab.trace.as_found import Undo, leaves_as_found
 from amplab.trace.forwarded_modules import buffers_kept
 from amplab.trace.handed_step import Loss, shows_calls
@@ -384,7 +383,9 @@ def _climb(
 
 def _factory(make_model: Callable[[], nn.Module] | nn.Module) -> Callable[[], nn.Module]:
     if isinstance(make_model, nn.Module):
-        return partial(copy.deepcopy, check_trained(make_model))
+        model = check_trained(make_model)
+        instead = "pass a function that makes the model, make_model=lambda: Net()"
+        return lambda: copy_of(model, "make_model", "each rung trains a copy", instead=instead)
     return make_model
 
 

@@ -6,7 +6,6 @@ dynamic scale was too large repeats the step with the next scale, so that both c
 scale that settles is not a difference of the precisions. The model itself does not change.
 """
 
-import copy
 import math
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -29,8 +28,7 @@ from amplab.diagnose.trial import (
 )
 from amplab.diagnose.twin_report import TwinReport, TwinRow, TwinStep, twin_error
 from amplab.policies.nested_tensors import floating_tensors_in
-from amplab.policies.signals import is_interrupt
-from amplab.trace.argument_checks import accepts, check_gradients_on
+from amplab.trace.argument_checks import accepts, check_gradients_on, copy_of
 from amplab.trace.as_found import leaves_as_found
 from amplab.trace.handed_step import Loss, handed_step, shows_calls
 from amplab.trace.named_state import named_state_kept
@@ -41,6 +39,7 @@ from amplab.trace.untouched import untouched
 __all__ = ["twin"]
 
 _ROUNDING = 1e-5  # relative: a sum of a million float32 values that cancel is about this large against their norm
+_SINCE = "each side trains a copy"
 
 
 @shows_calls(
@@ -109,7 +108,7 @@ def twin(
     batches = batch if callable(batch) else lambda _: batch
     make = optimizer or (lambda weights: torch.optim.SGD(weights, lr=0.01, momentum=0.9))
     with named_state_kept(loss, step), untouched(model):
-        copies = [(_copied(model), precision) for precision in (left, right)]
+        copies = [(copy_of(model, "model", _SINCE), precision) for precision in (left, right)]
         pair = [_Side(Trial(each, make, precision, loss=loss, step=step)) for each, precision in copies]
         try:
             made = tuple(_lockstep(pair, number, batches(number), seed) for number in range(steps))
@@ -118,19 +117,6 @@ def twin(
                 side.close()
     one, other = pair
     return TwinReport(one.name, other.name, made, tolerance, one.scale_cuts, other.scale_cuts)
-
-
-def _copied(value: Any, name: str = "model") -> Any:
-    try:
-        return copy.deepcopy(value)
-    except Exception as refusal:
-        if is_interrupt(refusal):
-            raise
-        raise ValueError(
-            f"{name}={type(value).__name__} cannot be copied ({type(refusal).__name__}: {refusal}): expected one that "
-            "copy.deepcopy takes, since each side trains a copy; detach the tensors that it keeps, and remove locks, "
-            "files and iterators."
-        ) from refusal
 
 
 def _check_batches(batch: Callable[..., Any]) -> None:
@@ -191,7 +177,7 @@ class _Side:
         while True:
             buffers = [(buffer, buffer.clone()) for buffer in self.trial.model.buffers()]
             seed_all(seed)
-            outcome = self._step(_copied(batch, "batch"))
+            outcome = self._step(copy_of(batch, "batch", _SINCE))
             if not (outcome.found_inf and math.isfinite(outcome.loss) and 1 < outcome.loss_scale < scale):
                 return outcome
             scale = outcome.loss_scale

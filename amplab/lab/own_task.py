@@ -44,7 +44,7 @@ from amplab.optimizers import FusedOptimizer
 from amplab.optimizers.group_settings import learning_rate
 from amplab.policies.nested_tensors import tensors_in
 from amplab.policies.signals import is_interrupt
-from amplab.trace.argument_checks import accepts
+from amplab.trace.argument_checks import accepts, copy_of
 from amplab.trace.as_found import Undo
 from amplab.trace.forwarded_modules import buffers_kept
 from amplab.trace.handed_step import Loss, ModelGroup, as_model, handed_step
@@ -55,6 +55,7 @@ from amplab.trace.untouched import nodes_behind
 __all__ = ["OwnCode", "OwnTask", "check_devices", "forget_own", "register_own"]
 
 _TOOL = "lab.open"
+_SINCE = "Reset and Compare need fresh ones"
 _CALL = "amplab.lab.open(model=model, data=loader, loss=criterion, optimizer=lambda weights: Adam(weights, lr=1e-3))"
 _ADAM = {"adam": 0.001, "adamw": 0.001, "sgd": 0.01}  # learning rates for a model that nothing is known of
 _NOT_IN_NAMES = re.compile(r"[^a-z0-9_-]")
@@ -225,7 +226,7 @@ def _register(code: OwnCode, taken: Set[str]) -> str:
     if _check_fresh(first, earlier):
         _check_tensor_hooks(first)
         make = code.make_model
-        code = replace(code, make_model=lambda: copy.deepcopy(make()))
+        code = replace(code, make_model=lambda: copy_of(make(), "model", _SINCE))
         first = code.make_model()
     check_devices({each.device.type for each in first.parameters()})
     for number in itertools.count(1):
@@ -321,17 +322,10 @@ def _model_maker(
     check_trained(group)
     _check_tensor_hooks(group)
     _check_parameters(group, makers)
-    try:
-        memo: dict[int, Any] = {}
-        kept = copy.deepcopy(group, memo)
-        copied = {name: _copied(each, memo) if isinstance(each, Optimizer) else each for name, each in makers.items()}
-    except Exception as refusal:
-        if is_interrupt(refusal):
-            raise
-        raise ValueError(
-            f"model={type(group).__name__} cannot be copied ({refusal}), and Reset and Compare need fresh ones; pass a "
-            "function that makes the model, model=lambda: Net(), and one for the optimizer."
-        ) from refusal
+    memo: dict[int, Any] = {}
+    instead = "pass a function that makes the model, model=lambda: Net(), and one for the optimizer"
+    kept = copy_of(group, "model", _SINCE, memo, instead=instead)
+    copied = {name: _copied(each, memo) if isinstance(each, Optimizer) else each for name, each in makers.items()}
     kept.zero_grad(set_to_none=True)
     if not any(each.training for each in kept.modules()):  # else some parts are frozen by their mode
         kept.train()
@@ -501,17 +495,13 @@ def _own(loss: Loss | None, copies: dict[int, Any]) -> Loss | None:
     if not isinstance(loss, nn.Module):
         return loss
     try:
-        copied: Loss = copy.deepcopy(loss, copies)
-    except Exception as refusal:
-        if is_interrupt(refusal):
-            raise
+        return copy_of(
+            loss, "loss", "each run begins with its buffers as now", copies, instead="pass one that has no buffers"
+        )
+    except ValueError:
         if next(loss.buffers(), None) is None:
             return loss
-        raise ValueError(
-            f"loss={type(loss).__name__} cannot be copied ({refusal}), and each run begins with its buffers as now; "
-            "pass a function that has no buffers."
-        ) from refusal
-    return copied
+        raise
 
 
 def _name_of_loss(model: str, number: int, code: OwnCode) -> str:
@@ -541,7 +531,8 @@ def _moved(optimizer: Optimizer, old: Sequence[Tensor], new: Sequence[Tensor]) -
 
 def _copied(optimizer: Optimizer, memo: dict[int, Any]) -> Optimizer:
     """Return a copy with the attributes of a class of one's own, which `Optimizer` leaves out."""
-    copied = copy.deepcopy(optimizer, memo)
+    instead = "pass a function, optimizer=lambda weights: Adam(weights, lr=1e-3)"
+    copied = copy_of(optimizer, "optimizer", _SINCE, memo, instead=instead)
     own = {name: value for name, value in vars(optimizer).items() if name not in vars(copied)}
     own.pop("step", None)  # as a schedule has put it there, which steps the original
     for name, value in own.items() if not isinstance(optimizer, FusedOptimizer) else ():

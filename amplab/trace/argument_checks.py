@@ -7,17 +7,19 @@ loss       what the step returns: one floating-point number that depends on a pa
 gradients  enabled: backward is part of every step
 """
 
+import copy
 import inspect
 import math
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from numbers import Real
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 
 from amplab.policies.casting.function_modes import without_function_modes
+from amplab.policies.signals import is_interrupt
 from amplab.scalers import is_sharded
 
 __all__ = [
@@ -29,7 +31,10 @@ __all__ = [
     "check_model",
     "check_step",
     "check_values",
+    "copy_of",
 ]
+
+Copied = TypeVar("Copied")
 
 _FITS_NO_STEP = (
     "expected a function without arguments that runs the forward and returns the loss; wrap it, e.g. lambda: "
@@ -172,6 +177,31 @@ def check_loss(loss: Any, model: nn.Module, name: str = "step", *, whole: bool =
         if not loss.requires_grad:
             raise ValueError(f"{name} returned a tensor without a gradient: {_why_no_gradient(model)}")
     return loss
+
+
+def copy_of(value: Copied, name: str, since: str, memo: dict[int, Any] | None = None, *, instead: str = "") -> Copied:
+    """Return a deep copy of an argument.
+
+    Args:
+        value: the argument, such as a model.
+        name: of the argument.
+        since: why a copy is needed.
+        memo: as `copy.deepcopy` takes it.
+        instead: what else can be passed.
+
+    Raises:
+        ValueError: the value cannot be copied, such as a model that keeps the result of a forward.
+    """
+    try:
+        return copy.deepcopy(value, memo)
+    except Exception as refusal:
+        if is_interrupt(refusal):
+            raise
+        raise ValueError(
+            f"{name}={type(value).__name__} cannot be copied ({type(refusal).__name__}: {refusal}), and {since}: "
+            f"{instead and f'{instead}, or '}detach the tensors that it keeps, remove locks, files and iterators, and "
+            "use torch.nn.utils.parametrizations.weight_norm instead of torch.nn.utils.weight_norm."
+        ) from refusal
 
 
 def accepts(function: Callable[..., Any], given: int) -> str | None:

@@ -13,6 +13,7 @@ from html_outline import outline
 from torch import nn
 from torch.nn import functional as F
 
+from amplab.diagnose.ladder import ladder
 from amplab.diagnose.twin import twin
 from amplab.diagnose.twin_report import TwinRow, twin_error
 from amplab.policies import PrecisionPolicy
@@ -234,6 +235,25 @@ class Holds(nn.Linear):
 def test_a_model_that_cannot_be_copied_is_refused(what):
     with pytest.raises(ValueError, match=r"^model=Holds cannot be copied .*detach"):
         twin(Holds(what), torch.ones(2, 4), steps=1)
+
+
+@pytest.mark.filterwarnings("ignore:.*weight_norm.*:FutureWarning")
+@pytest.mark.parametrize(
+    "tool",
+    [
+        lambda model: twin(model, torch.ones(2, 4), loss=torch.sum),
+        lambda model: ladder(model, torch.ones(2, 4), loss=torch.sum, steps=8, tell=lambda _: None),
+    ],
+    ids=["twin", "ladder"],
+)
+def test_a_model_that_keeps_its_normed_weight_is_refused_with_what_to_use(tool):
+    """The older weight_norm keeps the weight of the last forward, which has a graph; the newer one keeps none."""
+    older, newer = nn.utils.weight_norm(nn.Linear(4, 1)), nn.utils.parametrizations.weight_norm(nn.Linear(4, 1))
+    for model in (older, newer):
+        model(torch.ones(2, 4))
+    with pytest.raises(ValueError, match=r"model=Linear cannot be copied .*use torch\.nn\.utils\.parametrizations"):
+        tool(older)
+    tool(newer)
 
 
 def test_what_casts_around_it_does_not_cast_in_it():

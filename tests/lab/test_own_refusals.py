@@ -1,5 +1,7 @@
 """What `lab.open` refuses of a model of one's own, and what a run does that cannot be changed."""
 
+import threading
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -132,6 +134,32 @@ def test_what_does_not_fit_is_refused_before_anything_trains(parts, words):
     with pytest.raises((TypeError, ValueError), match=words):
         register_own(given.pop("model"), given.pop("data"), **given)
     assert "own" not in TASKS
+
+
+class Locked(nn.Module):
+    """Keeps a buffer, and a lock, which cannot be copied."""
+
+    def __init__(self):
+        super().__init__()
+        self.lock = threading.Lock()
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, out, target):
+        return F.cross_entropy(out, target)
+
+
+def test_what_cannot_be_copied_is_named_with_what_to_pass_instead():
+    model = Tagger()
+    optimizer = torch.optim.SGD([{"params": list(model.parameters()), "lock": threading.Lock()}], lr=0.1)
+    for parts, words in (
+        ({"model": nn.Sequential(model, Locked())}, r"model=Sequential .*lock.*model=lambda: Net\(\)"),
+        ({"loss": Locked()}, "loss=Locked .*lock.*pass one that has no buffers"),
+        ({"optimizer": optimizer}, "optimizer=SGD .*lock.*optimizer=lambda weights: Adam"),
+    ):
+        given = {"model": model, "data": TAGS, "loss": F.cross_entropy, **parts}
+        with pytest.raises(ValueError, match=words):
+            register_own(given.pop("model"), given.pop("data"), **given)
+        assert "own" not in TASKS
 
 
 def test_a_model_without_a_loss_is_refused():
