@@ -128,7 +128,8 @@ class FusedAdam(_FusedAdam):
     """Adam or AdamW in one pass, with apex's arguments, including those from before ``amp.initialize``.
 
     Its ``state_dict`` is that of ``torch.optim.Adam`` and ``AdamW``: each loads the other's. ``group["step"]`` is
-    the number of steps, as in apex. After a step under a scaler gradients are unscaled; see `FusedOptimizer`.
+    the number of steps, as in apex, but bias correction uses the count in each parameter's state, which is lower if the
+    parameter had no gradient in some steps. After a step under a scaler gradients are unscaled; see `FusedOptimizer`.
 
     Args:
         params: as `FusedAdamW`.

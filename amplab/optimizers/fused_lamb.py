@@ -24,7 +24,9 @@ class FusedLAMB(FusedOptimizer):
     """LAMB: Adam's step with a rate for each tensor, from the norms of its weight and its update.
 
     The ratio |p| / |u| is 1 if either norm is 0, and for groups without decay unless ``use_nvlamb``. ``group["step"]``
-    is the number of steps, as in apex. After a step under a scaler gradients are unscaled; see `FusedOptimizer`.
+    is the number of steps, as in apex, but bias correction uses the count in each parameter's state, which is lower if
+    the parameter had no gradient in some steps. After a step under a scaler gradients are unscaled; see
+    `FusedOptimizer`.
 
     Args:
         params: parameters or groups of them: float16, bfloat16, float32 or float64. The state of 16-bit ones,

@@ -24,8 +24,9 @@ _FIRST = -1.0  # stored as the norm before the first step, which replaces it by 
 class FusedNovoGrad(FusedOptimizer):
     """NovoGrad: gradients divided by a running mean of the norm of their tensor.
 
-    ``group["step"]`` is the number of steps, as in apex. After a step under a scaler gradients are
-    unscaled; see `FusedOptimizer`.
+    ``group["step"]`` is the number of steps, as in apex, but bias correction uses the count in each parameter's state,
+    which is lower if the parameter had no gradient in some steps. After a step under a scaler gradients are unscaled;
+    see `FusedOptimizer`.
 
     Args:
         params: parameters or groups of them: float16, bfloat16, float32 or float64. The state of 16-bit ones,
