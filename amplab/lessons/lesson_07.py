@@ -13,6 +13,7 @@ import os
 import platform
 import re
 import tempfile
+from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -72,18 +73,40 @@ def build_folder(*sources: str) -> Iterator[str]:
     """Yield the folder in which to build ``sources``, with ninja on PATH; other processes wait until the block ends.
 
     The folder belongs to these sources, flags, torch, Python and CPU. A library that is in it is loaded, not built.
+    After a block that raises or is interrupted, this process builds these sources in another folder.
     """
     key = hashlib.sha256("\0".join((*sources, *CFLAGS, current_recipe().key)).encode()).hexdigest()[:32]
     path = os.environ.get("PATH", "")
     with contextlib.ExitStack() as stack:
         folder = writable_folder(key) or Path(stack.enter_context(tempfile.TemporaryDirectory()))
         stack.enter_context(building(folder))
-        (folder / "lock").unlink(missing_ok=True)  # of load_inline, which would wait for a builder that was killed
+        place = _next_place(folder)
+        (place / "lock").unlink(missing_ok=True)  # of load_inline, which would wait for a builder that was killed
         os.environ["PATH"] = search_path()
         try:
-            yield str(folder)
+            yield str(place)
+        except BaseException:
+            _failures[folder] += 1
+            raise
         finally:
             os.environ["PATH"] = path
+
+
+_failures: Counter[Path] = Counter()
+"""The failed builds of this process, by folder."""
+
+
+def _next_place(folder: Path) -> Path:
+    """Return a folder in which this process has begun no build that failed.
+
+    `load_inline` notes the sources and the folder of a build before it starts, and does not build them a second time in
+    this process, even if there is no library.
+    """
+    if not (count := _failures[folder]):
+        return folder
+    place = folder / f"after-{count}"
+    place.mkdir(mode=0o700, exist_ok=True)
+    return place
 
 
 def builds_cuda() -> bool:
@@ -242,20 +265,40 @@ def check_unscale_copy(answer: _UnscaleCopy) -> str | None:
     Right:
         The gradients become float32 first, so that small ones do not underflow when they are unscaled.
     """
-    inv_scale = torch.tensor(2.0**-16)
     finite, overflow, invalid = (torch.tensor([1.0, each]).half() for each in (2.0, torch.inf, torch.nan))
-    for inputs in ([torch.tensor([2.0, 2.0**-10]).half()], [finite, overflow], [overflow, finite], [invalid]):
-        kept = [each.clone() for each in inputs]
-        outputs = [torch.full(each.shape, 7.0) for each in inputs]
-        right, found_inf, expected_inf = [each.clone() for each in outputs], torch.zeros(1), torch.zeros(1)
-        multi_tensor_unscale_copy_reference(inputs, right, expected_inf, inv_scale)
-        answer(inputs, outputs, found_inf, inv_scale)
-        if not all(map(_same, inputs, kept)):
-            return "it changes the inputs: write only to the outputs, such as output.copy_(…)."
-        if fault := _copy_fault(outputs, right):
+    small = torch.tensor([2.0, 2.0**-10]).half()
+    for inputs in ([small], [finite, overflow], [overflow, finite], [invalid]):
+        if fault := _fault_of_call(answer, inputs):
             return fault
-        if not torch.equal(found_inf, expected_inf):
-            return f"found_inf is {found_inf.item():g} for inputs {[each.tolist() for each in inputs]}."
+    hint = " It was 1 before the call, and an inf that an earlier call has found stays found: only write 1."
+    if fault := _fault_of_call(answer, [finite], found_before=1.0, hint=hint):
+        return fault
+    # With inv_scale=2^112 the largest half becomes a finite float32, and the sum of two is inf.
+    hint = " All of them are finite, also unscaled, but their sum is not: ask each number, as output.isfinite().all()."
+    return _fault_of_call(answer, [torch.full((2,), 65504.0).half()], inv_scale=2.0**112, hint=hint)
+
+
+def _fault_of_call(
+    answer: _UnscaleCopy,
+    inputs: list[Tensor],
+    *,
+    inv_scale: float = 2.0**-16,
+    found_before: float = 0.0,
+    hint: str = "",
+) -> str | None:
+    """Return what a call of an answer to the third exercise does wrong, with the hint if it is found_inf; or None."""
+    kept, factor = [each.clone() for each in inputs], torch.tensor(inv_scale)
+    outputs = [torch.full(each.shape, 7.0) for each in inputs]
+    right = [each.clone() for each in outputs]
+    found_inf, expected_inf = torch.tensor([found_before]), torch.tensor([found_before])
+    multi_tensor_unscale_copy_reference(inputs, right, expected_inf, factor)
+    answer(inputs, outputs, found_inf, factor)
+    if not all(map(_same, inputs, kept)):
+        return "it changes the inputs: write only to the outputs, such as output.copy_(…)."
+    if fault := _copy_fault(outputs, right):
+        return fault
+    if not torch.equal(found_inf, expected_inf):
+        return f"found_inf is {found_inf.item():g} for inputs {[each.tolist() for each in inputs]}.{hint}"
     return None
 
 

@@ -136,14 +136,14 @@ class KernelLibrary:
         self._lock = threading.RLock()
         self._recipe: Recipe | None = None
         self._settled = False  # the build is loaded, or its failure was reported
-        self._thread: threading.Thread | None = None
+        self._ended: threading.Event | None = None  # of the build in the background
         self._on_report: OnReport | None = None
         renew_lock_in_forks(self, "_lock")
         renew_in_forks(self, KernelLibrary._begin_anew)
 
     def _begin_anew(self) -> None:
         """In a forked process: the thread that builds, loads or waits for a builder is not there."""
-        self._thread = None
+        self._ended = None
         if self.report.status == "building":
             self.report, self._recipe = _NOT_REQUESTED, None
         self.needs_attention = True
@@ -152,8 +152,9 @@ class KernelLibrary:
         """Do what the function `ensure` of this module does."""
         self._on_report = on_report or self._on_report
         self.attend()
-        if wait and self._thread is not None:
-            self._thread.join()
+        if wait and self._ended is not None:
+            # Not the join of its thread: after Ctrl-C in a join, Python 3.11 takes a thread that runs for ended.
+            self._ended.wait()
             self.attend()
         return self.report
 
@@ -206,15 +207,19 @@ class KernelLibrary:
             print(self.report, file=sys.stderr)  # noqa: T201 (the one line about a build)
         # Started here and not in the thread: a script that ends at once still leaves a builder running.
         builder = _Builder(recipe, own_session=True)
-        self._thread = threading.Thread(target=self._wait_for, args=(builder,), name="amplab-build", daemon=True)
-        self._thread.start()
+        ended = threading.Event()
+        threading.Thread(target=self._wait_for, args=(builder, ended), name="amplab-build", daemon=True).start()
+        self._ended = ended
 
-    def _wait_for(self, builder: _Builder) -> None:
+    def _wait_for(self, builder: _Builder, ended: threading.Event) -> None:
         """Run in the background thread. Load nothing: an operator may be running."""
-        news = builder.report()
-        with self._lock:
-            self._publish(news)
-            self.needs_attention = True
+        try:
+            news = builder.report()
+            with self._lock:
+                self._publish(news)
+                self.needs_attention = True
+        finally:
+            ended.set()
 
     def _load_or_warn(self, *, required: bool = False) -> None:
         if self.report.status == "built" and (failure := _load(self.report)) is not None:
