@@ -52,13 +52,36 @@ def only_inf(inputs, outputs, found_inf, inv_scale):
         found_inf.fill_(1.0)
 
 
+def forgets_an_earlier_call(inputs, outputs, found_inf, inv_scale):
+    found_inf.zero_()
+    unscale_copy(inputs, outputs, found_inf, inv_scale)
+
+
+def asks_the_sum(inputs, outputs, found_inf, inv_scale):
+    unchecked(inputs, outputs, found_inf, inv_scale)
+    if not all(torch.isfinite(output.sum()) for output in outputs):
+        found_inf.fill_(1.0)
+
+
+def asks_the_inputs(inputs, outputs, found_inf, inv_scale):
+    """Another right answer: halves that are finite are finite as float32, too."""
+    unchecked(inputs, outputs, found_inf, inv_scale)
+    if not all(source.isfinite().all() for source in inputs):
+        found_inf.fill_(1.0)
+
+
 def nothing(inputs, outputs, found_inf, inv_scale):
     pass
 
 
 @pytest.mark.parametrize(
     ("check", "answer"),
-    [(lesson.check_least_time, 5), (lesson.check_schema, SCHEMA), (lesson.check_unscale_copy, unscale_copy)],
+    [
+        (lesson.check_least_time, 5),
+        (lesson.check_schema, SCHEMA),
+        (lesson.check_unscale_copy, unscale_copy),
+        (lesson.check_unscale_copy, asks_the_inputs),
+    ],
 )
 def test_the_solution_is_right(check, answer):
     assert check(answer).right
@@ -87,6 +110,8 @@ def test_the_solution_is_right(check, answer):
         (lesson.check_unscale_copy, unchecked, "found_inf is 0"),
         (lesson.check_unscale_copy, only_the_last, "found_inf is 0"),
         (lesson.check_unscale_copy, only_inf, "[[1.0, nan]]"),
+        (lesson.check_unscale_copy, forgets_an_earlier_call, "found_inf is 0 for inputs [[1.0, 2.0]]. It was 1 before"),
+        (lesson.check_unscale_copy, asks_the_sum, "found_inf is 1 for inputs [[65504.0, 65504.0]]. All of them are"),
         (lesson.check_unscale_copy, in_place, "changes the inputs"),
         (lesson.check_unscale_copy, nothing, "did not change"),
         (lesson.check_unscale_copy, unscaled_twice, "expected"),

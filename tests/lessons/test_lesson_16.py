@@ -112,6 +112,28 @@ def test_the_lesson_counts_the_skips_of_the_fourth_patient_as_its_run_and_its_re
     assert set(mended.column("loss_scale").tolist()) == {2.0**16}  # both arguments are the defaults
 
 
+def test_the_tools_of_the_lesson_can_be_used_after_its_last_cell():
+    names = {}
+    for cell in read(FOLDER / "16_the_clinic.ipynb")["cells"]:
+        if cell["cell_type"] == "code":
+            exec(text_of(cell), names)
+    lines = re.findall(r"\| `((?:amplab|watches|p)\b[^`]+)` \|", "".join(map(text_of, tools())))
+    assert len(lines) == 7
+    for number, p in names["patients"].items():
+        for line in lines:
+            found = eval(line.replace("[1]", f"[{number}]"), names | {"p": p, "batch": p.batches[-1]})
+        assert next(iter(found)).name == lesson.DIAGNOSES[RIGHT[number]]  # what the doctor says is the last one
+    for each in (*names["patients"].values(), *names["mended"].values()):
+        if isinstance(each.scaler, Session):
+            each.scaler.reset()
+
+
+def tools():
+    """The cells of section 16.2."""
+    parts = sections(read(FOLDER / "16_the_clinic.ipynb"))
+    return next(cells for name, cells in parts.items() if name.startswith("16.2"))
+
+
 def test_the_lesson_says_how_an_answer_is_written():
     (example,) = re.findall(r"`answer = \"([^\"]+)\"`", text_of_section("Exercises").partition("16.3 Patient")[0])
     assert example in lesson.DIAGNOSES.keys() - set(RIGHT.values())
