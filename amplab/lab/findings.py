@@ -28,6 +28,7 @@ __all__ = [
     "observed_run",
     "with_explained",
     "with_injected",
+    "with_lab_remedies",
 ]
 
 LOOK_BACK = 2000
@@ -171,6 +172,25 @@ def with_injected(found: Findings, history: History) -> Findings:
 
 
 _OF_DAMAGE = ("nonfinite-loss", "nonfinite-parameter")
+
+
+def with_lab_remedies(found: Findings) -> Findings:
+    """Return the findings in a run of the lab; what is done to a trainer takes the place of a watch around a loop."""
+    return replace(found, found=tuple(map(_remedied_in_lab, found.found)))
+
+
+def _remedied_in_lab(found: Finding) -> Finding:
+    if not found.remedy.startswith("amplab.watch("):
+        return found
+    return replace(found, remedy=_RESET if "injected_in_step" in found.evidence else _IN_LAB[found.name])
+
+
+_RESET = "trainer.reset()  # or Reset on the page: the fault that was injected has damaged the weights"
+_IN_LAB = {
+    "nonfinite-loss": 'trainer.reset(trainer.config.changed(opt_level="O1", loss_scale="dynamic"))  # explains skips',
+    "still-skipping": "trainer.run(20)  # until the loss scale fits; the lab says why it skips",
+}
+"""Remedies of a run of the lab, which has no loop of the user around which a watch could be."""
 
 
 def _is_taken_fault(record: StepRecord) -> bool:

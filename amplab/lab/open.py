@@ -134,11 +134,12 @@ def open(
             hooks are registered on parameters, which copies leave out.
         data: An iterable of batches that can be read again, such as a `DataLoader` or a list, or a function that
             returns one. Every run has the same batches; generators in the attributes of the data, as a `DataLoader` has
-            one, begin as they are now, and workers begin anew for each epoch. The object itself, the samplers of a
-            loader and an `IterableDataset` are copied for each run; what they have in attributes, such as a list that
-            is shuffled in place, other datasets with all that they count, and what a function counts, all runs share.
-            `open` warns if the data begin with another batch when they are read again. `amplab.xray` says how the model
-            is called with a batch.
+            one, begin as they are now, and workers begin anew for each epoch. From the second epoch on the order of a
+            loader with such a generator is not that of a loop of your own, since each epoch is seeded anew. The object
+            itself, the samplers of a loader and an `IterableDataset` are copied for each run; what they have in
+            attributes, such as a list that is shuffled in place, other datasets with all that they count, and what a
+            function counts, all runs share. `open` warns if the data begin with another batch when they are read again.
+            `amplab.xray` says how the model is called with a batch.
         loss: A function of the output and the rest of the batch; None for the output's own loss.
         step: Instead of `loss`, a function that is called as ``step(model, batch)`` with the model that the lab trains,
             runs its forward and returns the loss. Of several models in a dict, a dict of functions by model.

@@ -26,7 +26,7 @@ from amplab.lab.config import FIELDS, ExperimentConfig
 from amplab.lab.controls import Controls
 from amplab.lab.events import ConfigChanged, Failed, FaultSwitched, Publisher, Reading, RunsChanged, Undone
 from amplab.lab.experiment import Experiment, StepStopped
-from amplab.lab.findings import LOOK_BACK, observed_run, with_explained, with_injected
+from amplab.lab.findings import LOOK_BACK, observed_run, with_explained, with_injected, with_lab_remedies
 from amplab.lab.kept_runs import MOST_BYTES, KeptRun, KeptRuns
 from amplab.lab.rank_exchange import RankExchange
 from amplab.lab.run_saver import RunSaver
@@ -107,7 +107,7 @@ class PresentRun:
         since = max(changes, default=0)
         of_steps = [(step, each) for step, each in (*store.found, *store.examined) if step >= since]
         ranked = with_explained(run_findings(observed), of_steps, history.skipped_steps())
-        ranked = with_injected(ranked, history)
+        ranked = with_lab_remedies(with_injected(ranked, history))
         looked_at = [f"looked at {count(len(history), 'step')}"]
         if left_out:
             looked_at.append(f"left out {count(left_out, 'step')} that an injected fault made skip")

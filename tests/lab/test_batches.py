@@ -136,6 +136,16 @@ def test_the_first_pass_is_that_of_the_generators_as_given_and_leaves_them_so(ki
     assert all(torch.equal(*pair) for pair in zip(data, expected, strict=True))
 
 
+def test_a_loader_with_a_generator_has_the_order_of_a_plain_loop_in_the_first_epoch_alone():
+    def loader():
+        return DataLoader(torch.arange(12), batch_size=4, shuffle=True, generator=generator())
+
+    batches, plain = Batches(loader(), 0), loader()
+    epochs = [torch.cat([batches.batch(step) for step in range(start, start + 3)]) for start in (0, 3)]
+    in_plain_loop = [torch.cat(list(plain)) for _ in epochs]
+    assert [torch.equal(*pair) for pair in zip(epochs, in_plain_loop, strict=True)] == [True, False]
+
+
 def test_a_function_that_makes_its_generator_gives_what_it_makes():
     batches = Batches(HAVE_GENERATORS["loader"], 0)
     given = [batches.batch(step) for step in range(6)]

@@ -207,6 +207,19 @@ def test_damage_by_a_fault_that_was_injected_is_said_to_be_so_and_nothing_is_off
     (found,) = (each for each in trainer.findings() if each.name == "nonfinite-loss")
     assert found.symptom.endswith("A fault was injected in step 10, and the step was not skipped.")
     assert config_remedy(found, trainer.config) is None
+    assert found.remedy.startswith("trainer.reset()")  # no loop of the user around which a watch could be
+    trainer.stop()
+
+
+@pytest.mark.filterwarnings("ignore:Loss scaler 0 has skipped:UserWarning")
+def test_a_bad_loss_that_nothing_skipped_has_a_remedy_for_a_run_of_the_lab_that_finds_the_cause():
+    trainer = Trainer(replace(SMALL, opt_level="O0", lr=1e9))
+    trainer.run(10)
+    (found,) = trainer.findings()
+    assert found.name == "nonfinite-loss"
+    eval(found.remedy, {"trainer": trainer})
+    assert trainer.run(4).skip_count == 3
+    assert next(iter(trainer.findings())).name == "diverging"
     trainer.stop()
 
 

@@ -13,7 +13,7 @@ from amplab.diagnose.rules.ranks import RankEnd, rank_lost, ranks_findings
 from amplab.display.table import Table
 from amplab.display.text import visible
 from amplab.lab.config import ExperimentConfig
-from amplab.lab.findings import finding_from_log, observed_run, with_explained
+from amplab.lab.findings import finding_from_log, observed_run, with_explained, with_lab_remedies
 from amplab.lab.history import History
 from amplab.lab.run_log.header import held_by
 from amplab.lab.run_log.lock import is_held
@@ -69,7 +69,8 @@ class Run:
             )
             found += rank_lost({each.rank or 0: each.end for each in self.ranks})
             explained = findings_of_ranks({each.rank or 0: each.explained for each in self.ranks})
-        return with_explained(found, explained, [record.step for record in self.history.skips()])
+        ranked = with_explained(found, explained, [record.step for record in self.history.skips()])
+        return with_lab_remedies(ranked) if isinstance(self.last_config, ExperimentConfig) else ranked
 
     @property
     def explained(self) -> list[tuple[int, Finding]]:
