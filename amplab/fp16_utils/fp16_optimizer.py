@@ -18,6 +18,7 @@ from amplab.amp.apex.iteration_state import keep_of, use
 from amplab.amp.backward.gradients import SetAside, add_unscaled, set_aside
 from amplab.amp.backward.optimizer_params import params_of, replace_params
 from amplab.fp16_utils.loss_scaler import DynamicLossScaler, LossScaler
+from amplab.kernels.operators import without_gradients
 from amplab.scalers import MasterWeights, Unscaler
 
 __all__ = ["FP16_Optimizer"]
@@ -120,7 +121,7 @@ class FP16_Optimizer:
         if update_master_grads:
             self.update_master_grads()
 
-    @torch.no_grad()
+    @without_gradients
     def update_master_grads(self) -> None:
         """Unscale the model's gradients into the masters. Sync: one with a dynamic scale."""
         aside, self._aside = self._aside or [], None

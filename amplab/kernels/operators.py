@@ -4,11 +4,15 @@ A module whose import Ctrl-C has ended is imported again, and defines its operat
 """
 
 from collections.abc import Callable
-from typing import Any
+from functools import wraps
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 
-__all__ = ["define_operator"]
+__all__ = ["define_operator", "without_gradients"]
+
+P = ParamSpec("P")
+R = TypeVar("R")
 
 _LIBRARIES: dict[str, torch.library.Library] = {}  # a library that is dropped takes its operators with it
 
@@ -40,17 +44,18 @@ def define_operator(
         torch.library.register_fake(f"amplab::{name}", fake, lib=library)
     if vmap is not None:
         torch.library.register_vmap(f"amplab::{name}", vmap, lib=library)
-    return _without_gradients(getattr(torch.ops.amplab, name).default)
+    return without_gradients(getattr(torch.ops.amplab, name).default)
 
 
-def _without_gradients(operator: Callable[..., Any]) -> Callable[..., Any]:
+def without_gradients(function: Callable[P, R]) -> Callable[P, R]:
     """As `torch.no_grad`, whose beginning and end are calls in which an interrupt would leave gradients off."""
 
-    def call(*args: Any, **kwargs: Any) -> Any:
+    @wraps(function)
+    def call(*args: P.args, **kwargs: P.kwargs) -> R:
         is_enabled = torch.is_grad_enabled()
         try:
             torch._C._set_grad_enabled(False)
-            return operator(*args, **kwargs)
+            return function(*args, **kwargs)
         finally:
             torch._C._set_grad_enabled(is_enabled)
 

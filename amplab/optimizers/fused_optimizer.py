@@ -28,6 +28,7 @@ from torch.optim import Optimizer
 from amplab.formats import LOW_PRECISION_DTYPES
 from amplab.kernels import is_refusal, unscale_, unscaled_norm
 from amplab.kernels.builder import checked_mode
+from amplab.kernels.operators import without_gradients
 from amplab.optimizers.group_settings import REQUIRED, check_settings, groups_with_rates
 from amplab.policies.casting.function_modes import without_function_modes
 from amplab.scalers import is_sharded, local_shard, to_device
@@ -189,18 +190,22 @@ class FusedOptimizer(Optimizer):
                 loss = closure()
         scale, found_inf = getattr(self, "grad_scale", None), getattr(self, "found_inf", None)
         norm = self._norm_found_with(found_inf)
-        with torch.no_grad(), without_function_modes():
-            for group, count in zip(self.param_groups, self._counts, strict=False):
-                if group.get("step") is not count:
-                    self._count_from(group)
-            batches, grads = self._current(found_inf)
-            if batches:
-                self._step(batches, grads, scale, found_inf, norm)
-                if scale is not None and not self.keeps_grads_scaled:
-                    self._unscale([grad for grad in grads if grad is not None], scale, found_inf)
-                if self._counts_in_groups:
-                    self._count(found_inf)
+        with without_function_modes():
+            self._step_all(scale, found_inf, norm)
         return loss
+
+    @without_gradients
+    def _step_all(self, scale: Tensor | None, found_inf: Tensor | None, norm: Tensor | None) -> None:
+        for group, count in zip(self.param_groups, self._counts, strict=False):
+            if group.get("step") is not count:
+                self._count_from(group)
+        batches, grads = self._current(found_inf)
+        if batches:
+            self._step(batches, grads, scale, found_inf, norm)
+            if scale is not None and not self.keeps_grads_scaled:
+                self._unscale([grad for grad in grads if grad is not None], scale, found_inf)
+            if self._counts_in_groups:
+                self._count(found_inf)
 
     @torch.no_grad()
     def check_gradients(self) -> dict[torch.device, Tensor]:

@@ -15,6 +15,7 @@ from torch.nn import Parameter
 
 from amplab.formats import LOW_PRECISION_DTYPES
 from amplab.kernels import unscale_add, unscale_copy
+from amplab.kernels.operators import without_gradients
 from amplab.scalers.to_device import to_device
 from amplab.scalers.unscaler import inverse_scale, tensors_of
 
@@ -123,7 +124,7 @@ class MasterWeights:
                 found_inf.copy_(torch.maximum(found_inf, to_device(here, found_inf.device)))
         return found_inf
 
-    @torch.no_grad()
+    @without_gradients
     def copy_to_model(self) -> None:
         """Round every master into its model parameter, after the optimizer has stepped the masters.
 

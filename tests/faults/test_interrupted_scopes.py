@@ -25,6 +25,7 @@ from amplab.policies import (
     explaining,
     thread_engines,
 )
+from amplab.policies.casting.function_modes import CastingMode
 from amplab.policies.casting.plan import torch_nesting
 from amplab.policies.casting.thread_scopes import AUTOCAST_FLAG
 
@@ -330,6 +331,83 @@ def test_a_mode_of_the_user_ends_with_its_block_after_an_interrupted_forward(mak
         assert _get_current_function_mode_stack() == []
     finally:
         amp.reset()
+
+
+class InBfloat16(torch.nn.Module):
+    def forward(self, x):
+        with torch.autocast("cpu", torch.bfloat16):
+            return x @ x
+
+
+@pytest.mark.parametrize("op_first", [False, True])
+@pytest.mark.parametrize("make", MODELS.values(), ids=MODELS)
+def test_regions_of_torch_are_exported_after_an_interrupted_forward(make, op_first):
+    """torch.autocast reports a region to one function mode alone, which must not be that of the interrupted call."""
+    model = make()
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            model(X)
+        if op_first:
+            X @ X
+        exported = torch.export.export(InBfloat16(), (X,), strict=False)
+        assert not any(isinstance(mode, CastingMode) for mode in _get_current_function_mode_stack())
+    finally:
+        amp.reset()
+    assert exported.module()(X).dtype is torch.bfloat16
+
+
+class WithoutGradients(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = torch.nn.Linear(2, 2)
+
+    def forward(self, x):
+        with torch.no_grad():
+            x = x * 2
+        return self.linear(x)
+
+
+@pytest.mark.parametrize("block", [torch.no_grad, torch.enable_grad, lambda: torch.set_grad_enabled(False)])
+@pytest.mark.parametrize("first", [lambda: None, thread_engines, lambda: X + 1])
+def test_a_block_after_an_interrupted_forward_does_not_put_its_grad_mode_back(block, first):
+    """The first block reads grad mode before amplab can restore it."""
+    model = WithoutGradients()
+    apply_policy(PrecisionPolicy(), model)
+    files, left_off = [torch.autograd.grad_mode.__file__], 0
+    for interrupt in interrupted_everywhere(lambda: model(X), folders=files, functions=["__exit__", "__init__"]):
+        left_off += not torch.is_grad_enabled()
+        first()
+        with block():
+            pass
+        assert torch.is_grad_enabled(), interrupt
+        assert thread_engines() == ()
+    assert left_off > 2
+
+
+def without_gradients():
+    with torch.no_grad():
+        pass
+
+
+def points_that_leave_gradients_off(folder):
+    off = []
+    for interrupt in interrupted_everywhere(without_gradients, folders=[folder]):
+        off += [] if torch.is_grad_enabled() else [interrupt.where]
+        torch.set_grad_enabled(True)
+    return off
+
+
+def test_an_installed_engine_ends_a_block_without_gradients_before_it_raises():
+    """CPython can raise where a handler begins, before it can catch anything. Any function mode has this point."""
+    begins = CastingMode.__torch_function__.__code__.co_firstlineno
+    ENGINE.install()
+    try:
+        off = points_that_leave_gradients_off(PACKAGE)
+    finally:
+        ENGINE.uninstall()
+    assert off == [f"function_modes.py:{begins}, CastingMode.__torch_function__"]
+    with Passing():
+        assert len([each for each in points_that_leave_gradients_off(__file__) if "Passing" in each]) > 1
 
 
 @pytest.mark.parametrize("other", [lambda: torch.device("meta"), Passing])

@@ -15,6 +15,7 @@ from torch.overrides import _get_current_function_mode_stack
 
 from amplab import amp, kernels
 from amplab.fp16_utils import FP16_Optimizer, network_to_half
+from amplab.optimizers import FusedAdam
 from amplab.policies import thread_engines
 from amplab.policies.casting.thread_scopes import AUTOCAST_FLAG
 from amplab.scalers import Unscaler
@@ -207,6 +208,49 @@ def test_gradients_are_on_after_an_interrupt_in_torchs_own_blocks(make):
         assert torch.is_grad_enabled(), interrupt
         number += 1
     assert number > 50
+
+
+def half_step():
+    """A function that does one step with masters at O2; no part of it is an optimizer of torch."""
+    model = nn.Linear(8, 3)
+    model, optimizer = amp.initialize(model, FusedAdam(model.parameters()), opt_level="O2", verbosity=0)
+
+    def step():
+        try:
+            with amp.scale_loss(F.cross_entropy(model(X).float(), TARGET), optimizer) as loss:
+                loss.backward()
+            optimizer.step()
+        finally:
+            optimizer.zero_grad()
+
+    return step
+
+
+def fp16_step():
+    """The same with FP16_Optimizer."""
+    model = network_to_half(nn.Linear(8, 3))
+    optimizer = FP16_Optimizer(FusedAdam(model.parameters()), static_loss_scale=128.0, verbose=False)
+
+    def step():
+        try:
+            optimizer.backward(F.cross_entropy(model(X).float(), TARGET))
+            optimizer.step()
+        finally:
+            optimizer.zero_grad()
+
+    return step
+
+
+@pytest.mark.parametrize("make", [half_step, fp16_step])
+def test_gradients_are_on_after_an_interrupt_in_a_step_of_amplabs_own(make):
+    step, off, number = make(), [], 0
+    step()
+    for interrupt in interrupted_everywhere(step, folders=[inspect.getfile(each) for each in GRAD_MODE]):
+        off += [] if torch.is_grad_enabled() else [interrupt.where]
+        torch.set_grad_enabled(True)
+        number += 1
+    assert off == []
+    assert number > 5
 
 
 @pytest.mark.skipif(not hasattr(signal, "setitimer"), reason="timers of POSIX")

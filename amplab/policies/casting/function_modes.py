@@ -114,19 +114,41 @@ class CastingMode(ScopeMode, PreDispatchTorchFunctionMode):
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         """Run the step of `func`, or `func` itself if the plan has no step for it."""
-        if is_dynamo_compiling():
-            step = self.plan.traced_step(func, self.torch_nesting)
-        else:
-            watched, has_ended = self.watched, self.has_ended
-            if (watched is not None and watched.f_lasti not in self.places) or (has_ended is not None and has_ended()):
-                self.engine.drop_ended_scopes()
-            step = self.plan.get(func)
-        if step is None:
-            return func(*args, **kwargs) if kwargs else func(*args)
-        return step(self, func, args, kwargs or {})
+        try:
+            if is_dynamo_compiling():
+                step = self.plan.traced_step(func, self.torch_nesting)
+            else:
+                watched, has_ended = self.watched, self.has_ended
+                if (watched is not None and watched.f_lasti not in self.places) or (
+                    has_ended is not None and has_ended()
+                ):
+                    self.engine.drop_ended_scopes()
+                step = self.plan.get(func)
+            if step is None:
+                result = func(*args, **kwargs) if kwargs else func(*args)
+        except BaseException:
+            if func is torch._C._set_grad_enabled and not is_dynamo_compiling():
+                _finish_grad_mode(_getframe(1), args)  # an interrupt of these lines must not leave it off
+            raise
+        return result if step is None else step(self, func, args, kwargs or {})
 
 
 _HANDLER = CastingMode.__torch_function__.__code__
+
+
+def _finish_grad_mode(caller: FrameType | None, args: tuple[Any, ...]) -> None:
+    """Set grad mode as after a block of `torch.no_grad` that an interrupt ends, or keeps from beginning."""
+    first = caller
+    while caller is not None and caller.f_code.co_filename == _GRAD_MODE:
+        if caller.f_code.co_name == "__exit__":
+            torch._C._set_grad_enabled(*args)
+            return
+        caller = caller.f_back
+    if first is not None and first is not caller:
+        torch._C._set_grad_enabled(first.f_locals["self"].prev)
+
+
+_GRAD_MODE = torch.no_grad.__exit__.__code__.co_filename
 
 # torch.compile traces the casts as a part of a graph. Between graphs it must not trace them as one of their own: there
 # it takes the dtype that `tensor.dtype` returns for an integer.

@@ -8,7 +8,8 @@ before the first line of `__exit__`. Therefore every scope stores the frame that
 ended when that frame no longer runs, that of a block when the frame executes an instruction outside of the block.
 `CastingThread.drop_ended` removes such scopes when scopes are entered or read, and before each op that a mode sees.
 A mode that finds this out casts nothing from this op on. torch puts it back on the stack after the op, so that it is
-removed by the next call of amplab.
+removed by the next call of amplab. Until the first op it has its plan. Code that torch.compile has compiled inside such
+a call reads the plan without asking: if it is what is called first, it still casts.
 """
 
 from __future__ import annotations
@@ -376,8 +377,10 @@ class CastingThread:
         """Leave the scopes whose call or block has ended, since their own exit has not run.
 
         Args:
-            before_op: whether a mode calls it before the first op after such a call. Then grad mode, too, becomes what
-                it was before the call: an interrupt may have ended a block of `torch.no_grad` in torch's own code.
+            before_op: whether a mode calls it before the first op after such a call.
+
+        Grad mode, too, becomes what it was before the call: an interrupt may have ended a block of `torch.no_grad` in
+        torch's own code. Without a live mode it stays, since nothing tells whether the user has set it since then.
         """
         if not (self.scopes or self.installed or self.may_be_pushed_again) or is_dynamo_compiling():
             return
@@ -389,12 +392,13 @@ class CastingThread:
             return
         was_left_elsewhere, self.left_elsewhere = self.left_elsewhere, False
         ended = [scope for scope in reversed(self.scopes) if scope.has_ended()]
+        sees_grad_mode = before_op or any(isinstance(mode, CastingMode) and mode.live for mode in self.modes)
         for scope in ended:
             scope.leave()
         if was_left_elsewhere:
             self.give_plans()  # whose modes no longer ask before each op
-        if before_op and ended and ended[-1].grad_enabled is not None and not torch.is_inference_mode_enabled():
-            torch.set_grad_enabled(ended[-1].grad_enabled)
+        if ended and sees_grad_mode and not torch.is_inference_mode_enabled():
+            _restore_grad_mode([scope.grad_enabled for scope in ended if scope.grad_enabled is not None])
         if self.may_be_pushed_again:
             for mode in [mode for mode in function_modes() if isinstance(mode, OwnMode) and mode.withdrawn]:
                 remove(mode)
@@ -493,6 +497,29 @@ class CastingThread:
         self.flagged = None
         torch.set_autocast_enabled(AUTOCAST_FLAG, wanted or is_cast_elsewhere)
         self.flagged = wanted
+
+
+def _restore_grad_mode(before: list[bool]) -> None:
+    """Set grad mode as it was before the outermost, which is the last, of the calls that have ended.
+
+    The op may be that with which a block of `torch.no_grad` begins. It has read grad mode already, and must not put
+    what the interrupt has left back at its end.
+    """
+    if not before or torch.is_grad_enabled() is before[-1]:
+        return
+    torch._C._set_grad_enabled(before[-1])
+    frame: FrameType | None = _getframe(1)
+    while frame is not None:
+        if frame.f_code in _BEGINNINGS:
+            frame.f_locals["self"].prev = before[-1]
+        frame = frame.f_back
+
+
+_BEGINNINGS = {
+    torch.no_grad.__enter__.__code__,
+    torch.enable_grad.__enter__.__code__,
+    torch.set_grad_enabled.__init__.__code__,
+}
 
 
 def _casts(mode: TorchFunctionMode) -> bool:

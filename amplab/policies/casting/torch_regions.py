@@ -14,9 +14,10 @@ from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.fx.experimental.proxy_tensor import PreDispatchTorchFunctionMode
 
 from amplab.policies.casting.casting_state import CastingState, casting_state
-from amplab.policies.casting.function_modes import CastingMode, function_modes
+from amplab.policies.casting.function_modes import CastingMode, function_modes, remove
 from amplab.policies.casting.plan import torch_nesting
 from amplab.policies.casting.thread_scopes import THREAD, Scope, casting_engine
 
@@ -47,6 +48,12 @@ def meet_torch_region(
     is_exit = func is torch.amp.autocast_mode._exit_autocast
     if args if is_exit else mode not in function_modes():  # a traced graph calls `func`: it is no report
         return func(*args)
+    if mode.withdrawn:  # an interrupt has ended its call, so that this region is not inside of it
+        remove(mode)
+        others = (each for each in function_modes() if isinstance(each, PreDispatchTorchFunctionMode))
+        following = next(others, None)
+        if following is not None:  # torch reports to the first one alone; torch.export needs the report
+            return following.__torch_function__(func, (), args)
     nesting = torch_nesting()
     if is_exit:
         _leave_above(int(nesting))
