@@ -126,11 +126,12 @@ class CastingMode(ScopeMode, PreDispatchTorchFunctionMode):
                 step = self.plan.get(func)
             if step is None:
                 result = func(*args, **kwargs) if kwargs else func(*args)
+                return result  # noqa: RET504  where an interrupt after the call is caught
         except BaseException:
             if func is torch._C._set_grad_enabled and not is_dynamo_compiling():
                 _finish_grad_mode(_getframe(1), args)  # an interrupt of these lines must not leave it off
             raise
-        return result if step is None else step(self, func, args, kwargs or {})
+        return step(self, func, args, kwargs or {})
 
 
 _HANDLER = CastingMode.__torch_function__.__code__
