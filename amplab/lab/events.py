@@ -74,7 +74,8 @@ class StepRecord:
             loss that overflowed, else the lowest; `History.mixed_scales` has all.
         next_loss_scale: Scale that the next step will use.
         skipped: Whether the optimizer left the weights unchanged because a gradient was not finite.
-        first_nonfinite: Name of the first parameter with a non-finite gradient, None if all were finite.
+        first_nonfinite: Name of the first parameter with a non-finite gradient; None if all were finite, and if
+            torch's GradScaler has skipped the step and the gradients were cleared before a watch saw that.
         opt_level: As in the config, such as "O1".
         score: The task's score on held-out data, such as the accuracy in [0, 1]; None if not measured.
         seconds: Wall-clock time since the first step of the run began.

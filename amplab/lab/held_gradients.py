@@ -1,4 +1,4 @@
-"""HeldGradients: whether the parameters of a loop have gradients, which tells if losses before are in a step."""
+"""HeldGradients: whether the parameters of a loop have gradients, and get some: it tells which losses are in a step."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from itertools import chain
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import Node
 from torch.optim import Optimizer
 
 from amplab.amp.backward.gradients import SetAside
@@ -25,6 +26,8 @@ class HeldGradients:
 
     def __init__(self, model: nn.Module, optimizers: Sequence[Optimizer]) -> None:
         self._model, self._optimizers = model, optimizers
+        self._nodes: dict[Tensor, Node] = {}  # which add to the gradients
+        self._reached: Tensor | None = None  # a parameter of the last backward
 
     def any(self) -> bool:
         """Return whether a parameter of the model or of an optimizer has one. Sync: none."""
@@ -52,6 +55,27 @@ class HeldGradients:
             elif grad is not None and _has_values(grad):
                 return True
         return any(map(_has_values, waiting))
+
+    def accumulates(self) -> bool:
+        """Return whether the backward whose hook calls may add to gradients, as that of `torch.autograd.grad` does not.
+
+        Sync: none.
+        """
+        first = (self._reached,) if self._reached is not None else ()
+        for param in chain(first, self._params_of_first()):
+            try:
+                if torch._C._will_engine_execute_node(self._node_of(param)):
+                    self._reached = param
+                    return True
+            except RuntimeError as error:
+                if "autograd.grad()" in str(error):
+                    return False
+        return True  # of another optimizer, or inside of a node, as that of a checkpoint
+
+    def _node_of(self, param: Tensor) -> Node:
+        if param not in self._nodes:
+            self._nodes[param] = torch.autograd.graph.get_gradient_edge(param).node
+        return self._nodes[param]
 
     def _params_of_first(self) -> Iterator[Tensor]:
         yield from _params_of(self._optimizers[0])

@@ -5,15 +5,15 @@ scaler           a step is over when                          it was skipped whe
 ===============  ===========================================  ==============================================
 apex session     the optimizer's ``step`` has returned        the session reports it
 amplab's         ``update`` has updated the scale             the scaler's row of this optimizer says so
-torch's          after ``update`` the model is called, or     the scaler did not call the optimizer, or told it
-                 `Watch.loss`, or the watch ends (in          that it found inf; of several steps of one batch, one
+torch's          after ``update`` a loss comes, or the watch   the scaler did not call the optimizer, or told it
+                 ends, or the model is called (in             that it found inf
                  `Watch.batches`: the next batch begins)
 none             the optimizer's ``step`` has returned        never
 ===============  ===========================================  ==============================================
 
 torch's scaler has no hook, and it does not call an optimizer whose step it skips. The evidence is in its record of the
-iteration, which ``update`` replaces and the probe keeps. If the optimizer steps several times in a batch, the probe has
-the record of the first step, and the loss is the sum of theirs; a later skip is counted if the optimizer was called at
+iteration, which ``update`` replaces and the probe keeps. If the optimizer steps several times in a batch of which no
+loss is known, they are one step with the record of the first; a later skip is counted if the optimizer was called at
 least twice and the scale fell by a power of the backoff factor. After a single call such a fall may also be the loop's
 own ``update(new_scale)``. The scale is read once per step, so only a session and amplab's scaler report the scales of
 several backwards of one step. A session unscales the gradients of each backward before it adds them, so that different
@@ -26,7 +26,7 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
@@ -39,6 +39,7 @@ from torch.optim import Optimizer
 from amplab.amp import GradScaler, ScaledLoss, ScaleRecord, Session, StepOutcome, default_session
 from amplab.lab.scale_growth import ScaleGrowth, growth_of_rule, growth_of_saved, interval_of
 from amplab.lab.watched_run import NO_LEVEL
+from amplab.trace.optimizer_hooks import seeing_gradients
 from amplab.trace.untouched import observing_steps, unless_undone
 
 __all__ = ["NO_STEPS", "ScaleProbe", "ScaledStep", "StepCounter", "Steps", "probe_of"]
@@ -73,8 +74,7 @@ class StepCounter:
     A scaler calls no hook of an optimizer that it skips; its record of the iteration has each that it steps or skips.
 
     Attributes:
-        losses_in_closure: a set for the caller to fill, new in each step of a first optimizer that needs a closure and
-            may call it several times; None outside of such a step.
+        is_later_run: whether the closure of a step of the first optimizer, which needs one, has run in this step.
     """
 
     def __init__(self, optimizers: Sequence[Optimizer], scaler: Session | torch.amp.GradScaler | None) -> None:
@@ -84,7 +84,7 @@ class StepCounter:
         self._rows: Mapping[int, Any] = {}  # of the iteration of the last look; `update` replaces it
         self._seen: frozenset[int] = frozenset()  # the optimizers in it that had stepped by then
         self._steps = NO_STEPS
-        self.losses_in_closure: set[Hashable] | None = None
+        self.is_later_run = False
 
     def follow(self) -> Callable[[], None]:
         """Start to follow the optimizers; return a function that ends it.
@@ -95,8 +95,9 @@ class StepCounter:
         counted = self._optimizers if self._scaler is not None else self._optimizers[1:]
         ends = [each.register_step_post_hook(observing_steps(self._see_step, each)).remove for each in counted]
         if _needs_closure(first):
-            ends.append(first.register_step_pre_hook(observing_steps(partial(self._see_closure, set), first)).remove)
-            ends.append(first.register_step_post_hook(observing_steps(partial(self._see_closure, None), first)).remove)
+            after_run = seeing_gradients(torch.compiler.disable(unless_undone(partial(self._see_run, True))))
+            ends.append(first.register_step_pre_hook(observing_steps(after_run, first)).remove)
+            ends.append(first.register_step_post_hook(observing_steps(partial(self._see_run, False), first)).remove)
 
         def end() -> None:
             for each in ends:
@@ -104,8 +105,8 @@ class StepCounter:
 
         return end
 
-    def _see_closure(self, make: Callable[[], set[Hashable]] | None, *_: object) -> None:
-        self.losses_in_closure = None if make is None else make()
+    def _see_run(self, is_first_over: bool, *_: object) -> None:
+        self.is_later_run = is_first_over
 
     def _see_step(self, optimizer: Optimizer, *_: object) -> None:
         of_first, of_all = self._steps
@@ -179,9 +180,6 @@ class ScaleProbe:
     def at_forward(self) -> None:
         """Note that the next iteration may start, before its loss is known."""
         self._hand_over()
-
-    def at_loss(self) -> None:
-        """Note a loss within a batch. Sync: one after an update of the scale, with torch's scaler, else none."""
 
     def _hand_over(self) -> None:
         """Report the step that is over, if an interrupt has not let that happen."""
@@ -341,9 +339,6 @@ class _AmplabProbe(ScaleProbe):
         rule = self._scaler.rule
         return (self._scaler.get_growth_interval() or None) if rule is None else interval_of(rule)
 
-    def at_loss(self) -> None:
-        self._hand_over()
-
     def scale(self) -> float:
         return self._scaler.get_scale()
 
@@ -362,6 +357,7 @@ class _TorchProbe(ScaleProbe):
         self._rows: Mapping[int, Any] = scaler._per_optimizer_states  # of this iteration; `update` replaces it
         self._calls = _Calls()
         self._optimizer_id = 0
+        self._version = (0, -1)  # of the scale as it was read
         self._has_ended = False
 
     def follow(self, optimizer: Optimizer, report: Report) -> Callable[[], None]:
@@ -393,26 +389,25 @@ class _TorchProbe(ScaleProbe):
 
     def at_forward(self) -> None:
         self._hand_over()
-        scale, was, rows = self._scaler.get_scale(), self._scale, self._scaler._per_optimizer_states
+        rows, version = self._scaler._per_optimizer_states, self._version_of_scale()
+        if rows is self._rows and not self._has_ended and (rows or version == self._version):
+            return  # no update since the last call
+        scale, was = self._scaler.get_scale(), self._scale
         row, calls, done = self._rows.get(self._optimizer_id), self._calls, None
         stepped = row is not None and row["stage"] is OptState.STEPPED
-        if stepped and rows is self._rows and not self._has_ended:
-            return  # between step and update
         if self._report is not None and (stepped or calls.count):
             skipped = stepped and not calls.in_first
             skipped = skipped or calls.found_inf() or (calls.count > 1 and self._backed_off(was, scale))
             done, calls = ScaledStep(was, scale, skipped), _Calls()
         rows = {} if self._has_ended else rows  # nothing is reported twice
         # One line without a call: CPython lets no interrupt in between.
-        self._scale, self._rows, self._calls, self._waiting = scale, rows, calls, done
+        self._scale, self._rows, self._calls, self._waiting, self._version = scale, rows, calls, done, version
         self._hand_over()
 
-    def at_loss(self) -> None:
-        """Begin with this iteration if those before, of the same batch, were of other optimizers."""
-        rows, row = self._scaler._per_optimizer_states, self._rows.get(self._optimizer_id)
-        stepped = row is not None and row["stage"] is OptState.STEPPED
-        if rows is not self._rows and not stepped and not self._calls.count:
-            self.at_forward()
+    def _version_of_scale(self) -> tuple[int, int]:
+        """What changes when the scale is written to. Sync: none."""
+        scale = self._scaler._scale
+        return (0, 0) if scale is None else (id(scale), scale._version)
 
     def _backed_off(self, was: float, scale: float) -> bool:
         """Whether the scale fell as updates after skipped steps lower it: by a power of the backoff factor."""

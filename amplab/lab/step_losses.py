@@ -36,7 +36,7 @@ class GivenLoss(NamedTuple):
 
     Attributes:
         value: the loss; of a tensor on a device, that tensor, which is read later.
-        seen: holds something once a backward has reached it, or if there is no telling.
+        seen: holds True once a backward has reached it, or if there is no telling; False for `torch.autograd.grad`.
         has_graph: whether a backward can reach it.
     """
 
@@ -45,21 +45,17 @@ class GivenLoss(NamedTuple):
     has_graph: bool = True
 
     @classmethod
-    def of(cls, loss: Tensor, at_backward: Callable[[], object]) -> GivenLoss:
+    def of(cls, loss: Tensor, start: Tensor, at_backward: Callable[[list[bool]], bool]) -> GivenLoss:
         """Return a loss of which a hook tells whether a backward reaches it. Sync: one on the CPU, else none.
 
         Args:
             loss: any shape.
-            at_backward: called when a backward is about to reach it.
+            start: from which the backward starts: the loss itself, or what it is scaled to.
+            at_backward: called with `seen` when a backward is about to reach it; returns what to add.
         """
         seen: list[bool] = []
-
-        def reach(_: Tensor) -> None:
-            at_backward()
-            seen.append(True)
-
-        if loss.requires_grad:
-            loss.register_hook(reach)
+        if start.requires_grad:
+            start.register_hook(lambda _: seen.append(at_backward(seen)))
         else:
             seen.append(True)
         return cls(loss.item() if loss.is_cpu and loss.numel() == 1 else loss.detach(), seen, loss.requires_grad)
@@ -86,14 +82,14 @@ class StepLosses(NamedTuple):
     def total(self) -> float | Tensor | None:
         """The sum of those that a backward has reached, or of all before that; None without one. Sync: none."""
         total: float | Tensor | None = None
-        for each in [each for each in self.given if each.seen] or self.given:
+        for each in [each for each in self.given if any(each.seen)] or self.given:
             total = added_losses(total, each.value)
         return total
 
     @property
     def are_of_a_backward(self) -> bool:
         """Whether a backward has reached one."""
-        return any(each.seen for each in self.given)
+        return any(any(each.seen) for each in self.given)
 
     def after(self, steps: Steps) -> StepLosses:
         """Return them after the steps so far: the losses before the last step of any optimizer do not wait any more.
@@ -108,14 +104,26 @@ class StepLosses(NamedTuple):
         of_step = self.of_step if total is None else added_losses(self.of_step, total)
         return StepLosses((), LossSource.SESSION, of_step, True, steps)
 
-    def cleared(self, *, with_graph: bool = False) -> StepLosses:
+    def cleared(self, at_backward: list[bool] | None = None) -> StepLosses:
         """Return them after the gradients were cleared: without those that a backward has reached. Sync: none.
 
         Args:
-            with_graph: leave out only losses that have a graph: others may be those of the next backward.
+            at_backward: `seen` of a loss that a backward is about to reach: it stays, and so do losses without a graph,
+                which may be its own.
         """
-        given = tuple(each for each in self.given if not each.seen or (with_graph and not each.has_graph))
+        given = tuple(
+            each
+            for each in self.given
+            if not any(each.seen) or each.seen is at_backward or (at_backward is not None and not each.has_graph)
+        )
         return self._replace(given=given, source=self.source if given else LossSource.SESSION)
+
+    def with_again(self, seen: list[bool], cleared: tuple[GivenLoss, ...]) -> StepLosses:
+        """Return them with a loss that was cleared, which a backward reaches again. Sync: none."""
+        if any(each.seen is seen for each in self.given):
+            return self
+        again = [each for each in cleared if each.seen is seen][-1:]
+        return self._replace(given=(*self.given, *again))
 
     def plus(self, loss: GivenLoss, source: LossSource) -> StepLosses:
         """Return them with one more. Sync: none."""

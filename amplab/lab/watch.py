@@ -38,7 +38,6 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from amplab.amp import ScaledLoss, ScaleRecord, Session, master_params
-from amplab.amp.backward.gradients import SetAside
 from amplab.amp.run_state.paths import given_path
 from amplab.diagnose import Findings, Observation, run_findings
 from amplab.diagnose.remedies.api_styles import Api, ApiStyle
@@ -59,7 +58,7 @@ from amplab.lab.run_store import RunStore
 from amplab.lab.scale_growth import ScaleGrowth
 from amplab.lab.scale_probe import ScaledStep, StepCounter, probe_of
 from amplab.lab.step_look import StepLook
-from amplab.lab.step_losses import NO_LOSSES, GivenLoss, LossSource
+from amplab.lab.step_losses import NO_LOSSES, GivenLoss, LossSource, StepLosses
 from amplab.lab.step_rerun import StepRerun
 from amplab.lab.tensorboard_scalars import TensorBoardScalars
 from amplab.lab.watched_batches import WatchedBatches
@@ -88,6 +87,7 @@ from amplab.trace.untouched import before_untouched, observing_steps, unless_und
 __all__ = ["Watch", "check_options", "watch"]
 
 T = TypeVar("T")
+_MOST_CLEARED = 64  # losses that a further backward may reach again
 _LARGEST_EVERY = 16  # steps; near enough for a replay to know the steps between, and under 1 % of a small step
 
 
@@ -179,6 +179,7 @@ class Watch:
         self._probe.see_loss = unless_undone(self._see_scaled_loss)
         self._in_block = False  # of `scale_loss`, whose backward has not begun
         self._backward = -1  # the number of the last one that has reached a loss
+        self._cleared: tuple[GivenLoss, ...] = ()  # losses since the last record whose gradients were gone
         self._given = 0  # losses, by the loop
         self._measured = -1  # the step that was measured last
         self._unrecorded: tuple[_Outcome, ...] = ()  # several only after interrupts
@@ -308,7 +309,7 @@ class Watch:
         self._choose_forward_hook()
         if self._has_batches:
             self._at_forward()  # the step before is over
-            self._counter.losses_in_closure = None  # that of a step that has failed
+            self._counter.is_later_run = False  # of a step that has failed
             if self._rerun.has_begun:
                 self._drop_batches()
             self._rerun.remember(batch)
@@ -350,56 +351,63 @@ class Watch:
 
         Several losses of a step, as of micro-batches whose gradients are accumulated, are added up. Those of a step of
         another optimizer than the first one are not recorded, nor are losses without a graph that are computed where
-        gradients are disabled. Of the calls of a closure in one step, as of LBFGS, the first one counts. A loss that no
+        gradients are disabled. Of the runs of a closure in one step, as of LBFGS, the first one counts. A loss that no
         backward reaches does not count beside one that it reaches: the loop has dropped its batch. Nor do the losses of
         an iteration that was given up: when the next backward begins, the first optimizer has no gradients, or zeros.
         Zeros on a device or in bfloat16 are not read, so that those losses are added to the next ones.
         """
         if not isinstance(value, Tensor):
             raise TypeError(f"loss({value!r}): expected the tensor that backward starts from, before .item().")
-        if self._has_batches:
-            self._probe.at_loss()
-        else:  # a loop may not call the model itself, but a method of it
-            self._probe.at_forward()
+        if self._rerun.at_work:
+            return value
+        self._probe.at_forward()  # a loop may not call the model itself, but a method of it; or step again with a batch
         self._look.see_loss(value)
         self._given += 1
         self._add_loss(LossSource.LOOP, value)
         return value
 
-    def _see_loss(self, source: LossSource, value: Tensor, aside: Sequence[SetAside] = ()) -> None:
+    def _see_loss(self, source: LossSource, value: Tensor, scaled: ScaledLoss | None = None) -> None:
         """Add a loss to those of the step; one on a device is read later, so that nothing waits. Sync: none.
 
         Args:
             source: who gives it.
             value: any shape.
-            aside: the gradients that are set aside for its backward.
+            scaled: of a loss that a scaler tells.
         """
-        in_closure = self._counter.losses_in_closure
-        if self._rerun.at_work or (in_closure is not None and source in in_closure):
+        if self._rerun.at_work or self._counter.is_later_run:
             return
         if not (value.requires_grad or torch.is_grad_enabled()):
             return
-        if in_closure is not None:
-            in_closure.add(source)
-        losses = self._losses.after(self._counter.steps())
-        if losses.are_of_a_backward and not self._held.of_first(aside):  # of an iteration given up
-            losses = losses.cleared()
-        self._losses = losses.plus(GivenLoss.of(value, self._backward_begins), source)
+        losses, aside = self._losses.after(self._counter.steps()), (scaled and scaled.aside) or ()
+        if losses.are_of_a_backward and not self._held.of_first(aside):  # of an iteration that was given up
+            losses = self._without_cleared(losses)
+        start = value if scaled is None else scaled.scaled
+        self._losses = losses.plus(GivenLoss.of(value, start, self._backward_begins), source)
+
+    def _without_cleared(self, losses: StepLosses, at_backward: list[bool] | None = None) -> StepLosses:
+        self._cleared = (*self._cleared, *losses.given)[-_MOST_CLEARED:]
+        return losses.cleared(at_backward)
 
     def _see_scaled_loss(self, scaled: ScaledLoss) -> None:
-        self._see_loss(LossSource.SESSION, scaled.loss, scaled.aside or ())
+        self._see_loss(LossSource.SESSION, scaled.loss, scaled)
         self._in_block = scaled.aside is not None
 
-    def _backward_begins(self) -> None:
+    def _backward_begins(self, seen: list[bool]) -> bool:
         """Forget the losses before if their gradients are gone; called for each loss that a backward reaches.
+
+        Return whether it is a backward: `torch.autograd.grad` leaves the gradients of parameters as they are.
 
         In a block of `scale_loss` they are set aside; `_see_loss` has looked at them where it began.
         """
+        if not self._held.accumulates():
+            return False
         is_new, self._backward = current_backward() != self._backward, current_backward()
         if self._in_block:
             self._in_block = False
         elif is_new and self._losses.are_of_a_backward and not self._held.of_first():
-            self._losses = self._losses.cleared(with_graph=True)
+            self._losses = self._without_cleared(self._losses, at_backward=seen)
+        self._losses = self._losses.with_again(seen, self._cleared)
+        return True
 
     # -- what is known -----------------------------------------------------------------------------
 
@@ -515,8 +523,11 @@ class Watch:
             self._choose_forward_hook()
 
     def _choose_forward_hook(self) -> None:
-        waits = self._probe.waits_for_forward or self._ranks.is_due
-        self._hooks.need("forward", waits and not self._has_batches and bool(self._ends))
+        has_loss = self._given > 0 or self._loss_in_output  # which ends the step before as well
+        waits = (self._probe.waits_for_forward and not (self._has_batches and has_loss)) or (
+            self._ranks.is_due and not self._has_batches
+        )
+        self._hooks.need("forward", waits and bool(self._ends))
 
     def _see_output(self, module: nn.Module, _args: object, output: object) -> None:
         """Take the loss that models of transformers return."""
@@ -525,6 +536,7 @@ class Watch:
         loss = output.get("loss") if isinstance(output, Mapping) else None
         if isinstance(loss, Tensor) and loss.numel() == 1:
             self._loss_in_output = True
+            self._probe.at_forward()
             self._add_loss(LossSource.OUTPUT, loss)
 
     def _see_gradients(self, *_: object) -> None:
@@ -580,6 +592,7 @@ class Watch:
             done = _Outcome(outcome, loss)
             # One line without a call: CPython lets no interrupt in between.
             self._unrecorded, self._taken, self._losses = (*self._unrecorded, done), outcome, left
+            self._cleared = ()
         if not self._unrecorded:
             return
         row = self._record_rest()
@@ -631,7 +644,7 @@ class Watch:
             outcome.loss_scale,
             outcome.next_loss_scale,
             outcome.skipped,
-            self._name(outcome.first_nonfinite),
+            self._first_nonfinite(outcome),
             self.config.opt_level,
             None,  # no score
             self._seconds(),
@@ -684,8 +697,17 @@ class Watch:
                     names |= {id(master): names[id(weight)] for weight, master in pairs if id(weight) in names}
         return names
 
-    def _name(self, first: str | None) -> str | None:
-        """The model's name of the parameter that a scaler names by its place in one of its optimizers."""
+    def _first_nonfinite(self, outcome: ScaledStep | ScaleRecord) -> str | None:
+        """The model's name of the parameter whose gradient is the first that is not finite.
+
+        A scaler may name it by its place in one of its optimizers. torch's names none: then its gradient is looked for,
+        unless they are cleared. Sync: one for each parameter of a step that torch's scaler has skipped, else none.
+        """
+        first = outcome.first_nonfinite
+        if first is None and outcome.skipped and self._probe.waits_for_forward:
+            stepped = {*_names_by_place(self._model, self._optimizers).values()}
+            bad = [name for name in names_of_nonfinite_gradients(self._model) if name in stepped]
+            return bad[-1] if bad else None
         if first is None or not first.startswith("param_groups["):
             return first
         names = _names_by_place(self._model, self._optimizers)

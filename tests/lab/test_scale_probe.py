@@ -147,8 +147,29 @@ def test_a_scale_set_by_hand_is_no_skip(scaler_type, fused):
 
 @pytest.mark.parametrize("fused", [False, True])
 @pytest.mark.parametrize("bad", [(), (0,), (1,), (3,), (0, 1, 2), (0, 1, 2, 3)])
+@pytest.mark.parametrize("known_by", ["loss", "forward"])
+def test_each_of_several_steps_of_a_batch_is_recorded(known_by, bad, fused):
+    model = nn.Linear(16, 4)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, fused=fused)
+    scaler, told = torch.amp.GradScaler("cpu", init_scale=1024.0), []
+    with watch(model, optimizer, scaler=scaler) as w:
+        for number, (x, y) in enumerate(w.batches(BATCHES[:3])):
+            for part in range(4):
+                optimizer.zero_grad()
+                loss = F.cross_entropy(model(x), y) * (float("inf") if number == 1 and part in bad else 1.0)
+                told.append((loss.item(), scaler.get_scale(), number == 1 and part in bad))
+                scaler.scale(w.loss(loss) if known_by == "loss" else loss).backward()
+                scaler.step(optimizer)
+                scaler.update()
+    got = [(record.loss, record.loss_scale, record.skipped) for record in w.history.records()]
+    assert [each[1:] for each in got] == [each[1:] for each in told]
+    assert known_by == "forward" or got == told
+
+
+@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize("bad", [(), (0,), (1,), (3,), (0, 1, 2), (0, 1, 2, 3)])
 def test_a_skip_among_the_steps_of_one_batch_is_counted(bad, fused):
-    """With torch's scaler a batch of `w.batches` is one record, however many steps it has."""
+    """With torch's scaler, and neither losses nor calls of the model, a batch of `w.batches` is one record."""
     model = nn.Linear(16, 4)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, fused=fused)
     scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
@@ -157,7 +178,7 @@ def test_a_skip_among_the_steps_of_one_batch_is_counted(bad, fused):
             for part in range(4):
                 optimizer.zero_grad()
                 factor = float("inf") if number == 1 and part in bad else 1.0
-                scaler.scale(w.loss(F.cross_entropy(model(x), y) * factor)).backward()
+                scaler.scale(F.cross_entropy(model.forward(x), y) * factor).backward()
                 scaler.step(optimizer)
                 scaler.update()
     assert [record.skipped for record in w.history.records()] == [False, bool(bad), False]
@@ -173,7 +194,7 @@ def test_a_scale_that_is_set_after_each_of_several_steps_of_a_batch_is_no_skip()
                 scaler.scale(w.loss(F.cross_entropy(model(x), y))).backward()
                 scaler.step(optimizer)
                 scaler.update(scaler.get_scale() * 0.9)
-    assert [record.skipped for record in w.history.records()] == [False] * 3
+    assert [record.skipped for record in w.history.records()] == [False] * 6
 
 
 def test_steps_between_watch_and_its_block_are_not_counted():

@@ -275,6 +275,140 @@ def test_the_loss_of_an_iteration_that_is_given_up_is_in_no_record(scaling, has_
     assert w.history.column("loss").tolist() == told
 
 
+def net():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1))
+
+
+@pytest.mark.parametrize("gives", [True, False])
+@pytest.mark.parametrize("zeroes", ["first", "before backward"])
+@pytest.mark.parametrize("parts", [1, 2])
+@pytest.mark.parametrize("scaling", SCALERS)
+def test_a_gradient_penalty_leaves_the_loss_what_it_is(scaling, parts, zeroes, gives):
+    """The recipe of torch's AMP examples: `torch.autograd.grad` of the scaled loss, then one backward of the sum."""
+    model, told = net(), []
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    scaler = SCALERS[scaling] and SCALERS[scaling]("cpu", init_scale=4.0)
+    with watch(model, optimizer, scaler=scaler) as w:
+        for batch in w.batches(torch.randn(4, parts, 8, 4)):
+            losses = []
+            for number, x in enumerate(batch):
+                if number == 0 and zeroes == "first":
+                    optimizer.zero_grad()
+                loss = model(x).square().mean()
+                loss = w.loss(loss) if gives else loss
+                scaled = scaler.scale(loss) if scaler else loss
+                grads = torch.autograd.grad(scaled, list(model.parameters()), create_graph=True)
+                scale = scaler.get_scale() if scaler else 1.0
+                total = loss + 0.01 * sum((each / scale).square().sum() for each in grads)
+                losses.append(loss.item() if gives else total.item())
+                if number == 0 and zeroes == "before backward":
+                    optimizer.zero_grad()
+                (scaler.scale(total) if scaler else total).backward()
+            scaler.step(optimizer) if scaler else optimizer.step()
+            if scaler:
+                scaler.update()
+            told.append(sum(losses))
+    if gives or scaling == "amplab":
+        assert w.history.column("loss").tolist() == told
+    else:
+        assert len(w.history.missing_losses()) == len(told)
+
+
+@pytest.mark.parametrize("zeroes", ["first", "before backward"])
+def test_losses_that_are_weighed_by_their_gradients_are_those_of_the_step(zeroes):
+    """As a VQGAN weighs its two losses, by their gradients in the last layer."""
+    model, told = net(), []
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with watch(model, optimizer) as w:
+        for x in w.batches(torch.randn(4, 8, 4)):
+            if zeroes == "first":
+                optimizer.zero_grad()
+            one, two = w.loss(model(x).square().mean()), w.loss(model(x).abs().mean())
+            grads = [torch.autograd.grad(each, model[2].weight, retain_graph=True)[0] for each in (one, two)]
+            if zeroes == "before backward":
+                optimizer.zero_grad()
+            (one + grads[0].norm() / grads[1].norm() * two).backward()
+            optimizer.step()
+            told.append(one.item() + two.item())
+    assert w.history.column("loss").tolist() == told
+
+
+def test_losses_whose_gradients_are_put_together_by_hand_are_those_of_the_step():
+    model, told = net(), []
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with watch(model, optimizer) as w:
+        for x in w.batches(torch.randn(4, 8, 4)):
+            losses = w.loss(model(x).square().mean()), w.loss(model(x).abs().mean())
+            grads = [torch.autograd.grad(each, list(model.parameters()), retain_graph=True) for each in losses]
+            optimizer.zero_grad()
+            for param, one, two in zip(model.parameters(), *grads, strict=True):
+                param.grad = one + two
+            optimizer.step()
+            told.append(sum(each.item() for each in losses))
+    assert w.history.column("loss").tolist() == told
+
+
+@pytest.mark.parametrize("sums", [True, False], ids=["one backward", "a backward each"])
+def test_a_second_backward_of_the_same_losses_counts_them_once(sums):
+    """The first one's gradients are cleared."""
+    model, told = net(), []
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with watch(model, optimizer) as w:
+        for x in w.batches(torch.randn(4, 8, 4)):
+            losses = w.loss(model(x).square().mean()), w.loss(model(x).abs().mean())
+            for _ in range(2):
+                optimizer.zero_grad()
+                for each in (sum(losses),) if sums else losses:
+                    each.backward(retain_graph=True)
+            optimizer.step()
+            told.append(sum(each.item() for each in losses))
+    assert w.history.column("loss").tolist() == told
+
+
+@pytest.mark.parametrize("parts", [1, 4])
+@pytest.mark.parametrize("zeroes", ["first", "last"])
+def test_all_losses_of_the_first_run_of_a_closure_are_those_of_the_step(zeroes, parts):
+    model, data, told = net(), torch.randn(4, 8, 4), []
+    optimizer = torch.optim.LBFGS(model.parameters(), lr=0.1, max_iter=4)
+    with watch(model, optimizer) as w:
+        for _ in range(3):
+            sums = []
+
+            def closure(sums=sums):
+                if zeroes == "first":
+                    optimizer.zero_grad()
+                total = 0.0
+                for number, x in enumerate(data.chunk(parts)):
+                    losses = w.loss(model(x).square().mean()), w.loss(model(x).abs().mean())
+                    if zeroes == "last" and number == 0:
+                        optimizer.zero_grad()
+                    sum(losses).backward()
+                    total += sum(each.item() for each in losses)
+                sums.append(total)
+                return torch.tensor(total)
+
+            optimizer.step(closure)
+            assert len(sums) > 1
+            told.append(sums[0])
+    assert w.history.column("loss").tolist() == pytest.approx(told, rel=1e-12)
+
+
+def test_a_skip_of_torchs_scaler_has_the_name_of_a_parameter():
+    model = net()
+    optimizer, scaler = torch.optim.SGD(model.parameters(), lr=0.1), torch.amp.GradScaler("cpu", init_scale=4.0)
+    with watch(model, optimizer, scaler=scaler) as w:
+        for step, x in enumerate(w.batches(torch.randn(4, 8, 4))):
+            optimizer.zero_grad()
+            loss = w.loss(model(x).square().mean())
+            scaler.scale(loss).backward()
+            if step == 1:
+                model[0].bias.grad[0] = math.inf
+            scaler.step(optimizer)
+            scaler.update()
+    assert [each.first_nonfinite for each in w.history] == [None, "0.bias", None, None]
+
+
 def test_a_loss_of_a_tool_is_none_of_the_step():
     model, x, told = nn.Linear(4, 1), torch.ones(8, 4), []
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)

@@ -329,8 +329,9 @@ class LossScaling:
         with ScaledBackward(hooked, scale) as backward:
             for each in () if delay_unscale else hooked:
                 each.begin_averaging({f"the loss scale of loss_id {loss_id}": f"{scale}"})
-            self._tell_of_loss(ScaledLoss(loss, backward.all_aside), hooked)
-            yield loss.float() * scale
+            scaled = loss.float() * scale
+            self._tell_of_loss(ScaledLoss(loss, scaled, backward.all_aside), hooked)
+            yield scaled
             if delay_unscale or self._hooks.await_average(hooked) or await_shards(hooked):
                 for each, aside in backward.aside:
                     each.keep_scaled(aside, scale)

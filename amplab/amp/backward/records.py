@@ -19,10 +19,12 @@ class ScaledLoss(NamedTuple):
 
     Attributes:
         loss: before scaling, with its graph.
+        scaled: after scaling, from which the backward starts.
         aside: the gradients that `scale_loss` has set aside until its block ends; None if ``scale`` scales the loss.
     """
 
     loss: Tensor
+    scaled: Tensor
     aside: tuple[SetAside, ...] | None = None
 
 

@@ -230,7 +230,7 @@ class GradScaler(torch.amp.GradScaler):
             scaled = own.times(outputs)
             self._done.note_loss(scaled)
             if self._subscribers and own.scale is not None:
-                self._subscribers.note(outputs, own.scale)
+                self._subscribers.note(outputs, scaled, own.scale)
             return scaled
         if not isinstance(outputs, abc.Iterable):
             raise ValueError(
@@ -599,8 +599,9 @@ class GradScaler(torch.amp.GradScaler):
                 each.put_on(loss.device)
         scale = own.put_on(loss.device) if own.scale is None else own.scale
         with ScaledBackward(reached, scale) as backward:
-            self._subscribers.tell_of_loss(ScaledLoss(loss, backward.all_aside))
-            yield own.times(loss)
+            scaled = own.times(loss)
+            self._subscribers.tell_of_loss(ScaledLoss(loss, scaled, backward.all_aside))
+            yield scaled
             with without_function_modes(), torch.no_grad():
                 found = unscale_new(backward.aside, scale)
         self._unfinished.called_by(sys._getframe(1))

@@ -152,9 +152,9 @@ class ScaleSubscribers:
         for callback in self._at_loss.copy():
             callback(loss)
 
-    def note(self, loss: Tensor, scale: Tensor) -> None:
+    def note(self, loss: Tensor, scaled: Tensor, scale: Tensor) -> None:
         """Record a loss that is scaled by `GradScaler.scale`. Sync: none."""
-        self.tell_of_loss(ScaledLoss(loss))
+        self.tell_of_loss(ScaledLoss(loss, scaled))
         before, self._has_stepped = None if self._has_stepped else self._loss, False
         self._loss, self._scale = cast(Tensor, added_losses(before, loss.detach())), _kept(scale)
         self._scales.append(self._scale)
