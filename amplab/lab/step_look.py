@@ -109,6 +109,8 @@ class StepLook:
         if self._loop is not None and self._loop.is_over:
             self._end_loop()
         self._begin_loop()
+        if self._loop is not None:
+            self._loop.recorder.batch += 1
         if self._step >= self._next_values and self._values is None and self._may_begin(names_calls=True):
             with self._guarded():
                 self._grad_enabled = torch.is_grad_enabled()
@@ -270,6 +272,7 @@ class StepLook:
             findings = [*left_over(seen, self._api)]
         else:  # also a step that overflowed and went past its scaler
             findings = [*gradient_findings(seen, self._api), *updates_lost(seen.lost), *averages_lost(seen.averages)]
+            self._has_dropped = self._has_dropped and bool(seen.dropped)  # of two steps that follow each other
         for each in findings:
             if each.name != "zero-grad-in-accumulation" or self._has_dropped:
                 self._report(each)

@@ -22,7 +22,7 @@ and a wrong loop shows as another power of the loss scale:
     added-to-scaled-gradients       a term was added while the ratio is 1, and it does not grow with the loss scale
     backward-not-linear             gradients of some parameters grow with the loss scale, those further back less
     gradients-rounded               unscaled gradients were rounded to float16, which made elements 0
-    zero-grad-in-accumulation       the step used only the last of several backwards; the others' gradients were lost
+    zero-grad-in-accumulation       the step used only the last of several backwards; nothing used the others' gradients
 """
 
 from __future__ import annotations
@@ -393,6 +393,7 @@ def zero_grad_in_accumulation(rehearsal: Rehearsal, api: Api) -> Iterator[Findin
     for each in rehearsal.dropped:
         yield finding(
             "zero-grad-in-accumulation",
+            certainty="certain" if each.of_other_batches else "likely",
             api=api,
             module=shared_module(each.names),
             tensor=f"gradient of {each.names[0]}",

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -23,6 +24,7 @@ from amplab.diagnose.train_step.loop_state import scales_of
 from amplab.diagnose.train_step.lost_updates import LostUpdates, ShadowStep
 from amplab.diagnose.train_step.masters import model_parameters
 from amplab.diagnose.train_step.rehearsal import (
+    DroppedGradients,
     EmptyClip,
     GradientWrite,
     MisusedGradients,
@@ -38,7 +40,7 @@ from amplab.formats.stored_values import stored_values
 from amplab.policies.nested_tensors import tensors_in
 from amplab.policies.signals import DeferredSignals
 from amplab.trace.as_found import Undo, remove_hook
-from amplab.trace.dispatch_mode import DispatchMode
+from amplab.trace.dispatch_mode import DispatchMode, current_backward
 from amplab.trace.handed_step import Scaler
 from amplab.trace.lines import call_of_user_line, user_line
 from amplab.trace.optimizer_hooks import observe_steps, seeing_gradients
@@ -66,6 +68,26 @@ class _GradientState:
     backwards: int = 0
     clipped: float = 1.0
     nonzero: int = 0  # elements that backward delivered and that are not 0
+
+    def is_at(self, address: int) -> bool:
+        """Whether what the last backward delivered is still there, at this address; memory is used again."""
+        return not self.is_zeroed and self.gradient is not None and self.gradient.data_ptr() == address
+
+
+class _OtherGradient(NamedTuple):
+    """A gradient of something other than a parameter of the model, such as an input that an attack changes."""
+
+    alive: Callable[[], Tensor | None]
+    passed: int  # the pass that delivered it
+
+
+class _Drop(NamedTuple):
+    """The gradients of one parameter that were dropped before a step of an optimizer."""
+
+    optimizer: int
+    name: str
+    passes: tuple[int, ...]  # those that delivered them
+    last: int  # the pass whose gradient the step used
 
 
 class _Touched(NamedTuple):
@@ -97,6 +119,7 @@ class LoopRecorder:
         loss_gradient: as in `Rehearsal`; `follow_loss` sees it.
         failure: the first error of the recorder itself; what it recorded is then incomplete.
         rests: whether the ops that run now are not recorded; set by another observer of the loop while it measures.
+        batch: the number of the loop's present batch, set by who hands out the batches; 0 if nobody does.
     """
 
     def __init__(
@@ -121,7 +144,12 @@ class LoopRecorder:
         self._outdated: dict[int, str] = {}  # address of a copy from before a step -> weight
         self._stale: dict[str, None] = {}
         self._passes, self._passed_now = 0, set[str]()  # backward passes, and the parameters that the last one reached
-        self._useful: set[int] = set()  # passes of which a step used a gradient
+        self._useful: set[int] = set()  # passes of which a step, or the loop itself, used a gradient
+        self._looked_at: set[int] = set()  # passes of which the loop read a gradient, such as for its norm
+        self._of_inputs: set[int] = set()  # passes that delivered gradients of tensors other than parameters
+        self._others: dict[int, _OtherGradient] = {}  # by address
+        self._batches: dict[int, int] = {}  # pass -> the loop's batch
+        self._last_backward = -1  # torch's number of the last backward that reached a parameter
         self._in_step = 0
         self._places: dict[int, tuple[str, Tensor]] = {}  # address of a gradient -> name, and parameter or master
         self._is_looked_up = False  # in the present step of an optimizer
@@ -131,6 +159,7 @@ class LoopRecorder:
         self.loss_gradient: float | None = None
         self.failure: Exception | None = None
         self.rests = False
+        self.batch = 0
         self.is_in_half = False
         self._is_own_scaler = False
         self._another: tuple[float, float] | None = None
@@ -148,7 +177,7 @@ class LoopRecorder:
         self._by_two: list[MisusedGradients] = []
         self._unguarded: list[MisusedGradients] = []
         self._hidden: list[MisusedGradients] = []
-        self._dropped: list[tuple[int, str, tuple[int, ...]]] = []
+        self._dropped: list[_Drop] = []
         self._called: set[int] = set()  # optimizers
         self._given = scaler
         self._scaler = (
@@ -253,30 +282,77 @@ class LoopRecorder:
             if number not in self._called and names and kept:
                 yield UnsteppedOptimizer(number, tuple(names), len(self._called))
 
-    def _useless_drops(self) -> Iterator[MisusedGradients]:
-        """Yield the optimizers that used only the last of several backwards, if no step used the others.
+    def _useless_drops(self) -> Iterator[DroppedGradients]:
+        """Yield the optimizers that used only the last of several backwards, if nothing used the others.
 
         In a GAN, the generator's backward also writes gradients of the discriminator, which are dropped. That is
         correct, because the generator's step used this backward.
         """
         for number in range(len(self._optimizers)):
-            dropped = [(name, {*passes} - self._useful) for each, name, passes in self._dropped if each == number]
-            names = [name for name, passes in dropped if passes]
+            of_it = [each for each in self._dropped if each.optimizer == number]
+            useless = [
+                (each, [passed for passed in each.passes if self._is_useless(passed, each.last)]) for each in of_it
+            ]
+            names = [each.name for each, passes in useless if passes]
             stepped = [each for each in self._stepped if each.optimizer == number]
             if names and len(names) >= len({each.name for each in stepped}) / 2:
-                yield MisusedGradients(number, tuple(names), max(len(passes) for _, passes in dropped))
+                times = max(len(passes) for _, passes in useless)
+                moved_on = any(self._is_of_another_batch(one, drop.last) for drop, passes in useless for one in passes)
+                yield DroppedGradients(number, tuple(names), times, moved_on)
+
+    def _is_useless(self, passed: int, last: int) -> bool:
+        """Whether no step and nothing in the loop used the gradients of a pass before the one that a step used.
+
+        An attack on the inputs uses their gradients; where it reads them by NumPy no op shows that, but the pass for
+        the step delivers none. Gradients that are read, as for their norm, may have been computed for that alone, as
+        long as the loop stays at its batch.
+        """
+        if passed in self._useful or (passed in self._of_inputs and last not in self._of_inputs):
+            return False
+        return passed not in self._looked_at or self._is_of_another_batch(passed, last)
+
+    def _is_of_another_batch(self, passed: int, last: int) -> bool:
+        return self._batches.get(passed) != self._batches.get(last)
 
     def reads(self, values: Any, result: Any) -> None:
-        """Note gradients that an op outside of autograd turned into something as large, such as a clone."""
+        """Note gradients that an op outside of autograd read, and those that it turned into something as large."""
         for each in tensors_in(values):
-            name = self._held.get(each.data_ptr()) if each.layout is torch.strided else None
-            if name is not None and any(out.numel() >= each.numel() > 1 for out in tensors_in((result,))):
-                self._states[name].is_used = True
+            if each.layout is not torch.strided or not (address := each.data_ptr()):
+                continue
+            other, name = self._others.get(address), self._held.get(address)
+            if other is not None and other.alive() is not None and not self._in_step:
+                self._useful.add(other.passed)
+            if name is not None and self._states[name].is_at(address):
+                state = self._states[name]
+                state.is_used |= any(out.numel() >= each.numel() > 1 for out in tensors_in((result,)))
+                if not self._in_step:
+                    self._looked_at.add(state.passed)
+
+    def ran_in_backward(self, node: Any, func: Any, result: Any) -> None:
+        """Note an op of a backward: gradients of other tensors than the model's parameters.
+
+        AccumulateGrad writes that of a leaf, and `retain_grad` a clone of that of another tensor. A clone that torch
+        makes for itself is not alive when the loop goes on.
+        """
+        if not isinstance(result, Tensor):
+            return
+        self.is_in_half |= result.dtype == torch.float16
+        is_of_leaf = node.name() == _ACCUMULATES
+        if result.layout is not torch.strided or not (is_of_leaf or func is _CLONE):
+            return
+        if is_of_leaf and id(node.variable) in self._names:
+            return
+        passed = self._passes + (current_backward() > self._last_backward)  # before the first parameter, or after it
+        self._others[result.data_ptr()] = _OtherGradient(
+            partial(_itself, result) if is_of_leaf else weakref.ref(result), passed
+        )
+        if is_of_leaf and not isinstance(node.variable, nn.Parameter):
+            self._of_inputs.add(passed)
 
     def ran(self, func: Any, args: tuple[Any, ...], result: Any) -> None:
         """Note an op outside of autograd that writes nothing in place."""
         self.is_in_half |= isinstance(result, Tensor) and result.dtype == torch.float16
-        if self._held and not (func.is_view or func in _VIEWS):
+        if (self._held or self._others) and not (func.is_view or func in _VIEWS):
             self.reads(args, result)
         if not self._in_step and not func.is_view:
             self._follow_copies(func, args, result)
@@ -323,7 +399,7 @@ class LoopRecorder:
         if touched:
             call = call_of_user_line() or func.overloadpacket.__name__.removeprefix("_foreach_")
             self.written(str(func), touched, call=call, line=str(user_line() or ""))
-        elif self._held and not self._in_step:
+        elif (self._held or self._others) and not self._in_step and func not in _ZEROS:
             self.reads(args, tuple(to))
 
     def _note_unscaling(self, func: Any, args: tuple[Any, ...]) -> None:
@@ -361,6 +437,8 @@ class LoopRecorder:
             state = self._states[name]
             if now == 0:
                 state.scales, state.is_zeroed = (), True
+            elif not by_scaler:  # a clipping has read the norm for itself
+                self._looked_at.discard(state.passed)
             state.unscaled += by_scaler
             state.is_unscaled |= by_scaler or (0 < now < was and self._is_one_scale(now / was))
         if now == was and any(word in op for word in ("mul", "clamp")):
@@ -431,6 +509,8 @@ class LoopRecorder:
         """
         if name in self._passed_now or not self._passed_now:
             self._passes, self._passed_now = self._passes + 1, set()
+            self._batches[self._passes] = self.batch
+        self._last_backward = max(self._last_backward, current_backward())
         if self._in_step:
             self._useful.add(self._passes)
         self._passed_now.add(name)
@@ -468,7 +548,7 @@ class LoopRecorder:
                     misused["unguarded"] += [(name, 1)] * (not was_replaced and not inside)
                 self._useful.add(state.passed)
                 if state.dropped and self._is_the_last_alone(self._stepped[-1]):
-                    self._dropped.append((number, name, state.dropped))
+                    self._dropped.append(_Drop(number, name, state.dropped, state.passed))
                 self._begin_anew(name)
                 self._written_masters.discard(id(parameter.grad))
         records = {"early": self._early, "by_two": self._by_two, "unguarded": self._unguarded, "hidden": self._hidden}
@@ -538,9 +618,10 @@ class _Writes(DispatchMode):
     def run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if self._recorder.rests:
             return func(*args, **kwargs)
-        if _current_node() is not None:
+        node = _current_node()
+        if node is not None:
             result = func(*args, **kwargs)
-            self._recorder.is_in_half |= isinstance(result, Tensor) and result.dtype == torch.float16
+            self._recorder._safely(self._recorder.ran_in_backward, node, func, result)
             return result
         if func._schema.is_mutable:
             return self._recorder.ran_in_place(func, args, kwargs)
@@ -549,6 +630,15 @@ class _Writes(DispatchMode):
         return result
 
 
+def _itself(tensor: Tensor) -> Tensor:
+    return tensor
+
+
+_ACCUMULATES = "torch::autograd::AccumulateGrad"
+_CLONE = torch.ops.aten.clone.default
+_ZEROS = frozenset(
+    (torch.ops.aten.zero_.default, torch.ops.aten._foreach_zero_.default, torch.ops.aten.detach_.default)
+)
 _CAST = torch.ops.aten._to_copy.default
 _VIEWS = frozenset((torch.ops.aten.detach.default, torch.ops.aten.alias.default, torch.ops.aten._unsafe_view.default))
 _NEW_NUMBER, _CLIPS_BY_NORM = torch.ops.aten.lift_fresh.default, ("clip_grad_norm_", "clip_grad_norm")

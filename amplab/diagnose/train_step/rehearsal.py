@@ -127,6 +127,23 @@ class MisusedGradients(NamedTuple):
     times: int
 
 
+class DroppedGradients(NamedTuple):
+    """Gradients of a backward that were dropped before a step used them, and that nothing else used.
+
+    Args:
+        optimizer: the number of the optimizer that stepped with those of a later backward.
+        names: their parameters.
+        times: of how many backwards.
+        of_other_batches: whether the loop had taken a batch between that backward and the one whose gradients the step
+            used; False if the batches are not known.
+    """
+
+    optimizer: int
+    names: tuple[str, ...]
+    times: int
+    of_other_batches: bool
+
+
 class UnsteppedOptimizer(NamedTuple):
     """An optimizer that was not stepped.
 
@@ -169,7 +186,8 @@ class Rehearsal:
         rewritten: whether the loop wrote values to gradients by an op that can do so.
         another_scaler: if only other scalers than the one that was passed divided gradients: the scale of the first of
             them, and the scale of the one that was passed; else None.
-        dropped: gradients of earlier backwards of the same step that were dropped before a step used them.
+        dropped: gradients of earlier backwards of the same step that were dropped before a step, or the loop itself,
+            used them.
         cleared: whether the step leaves no gradient other than 0 behind.
         left_over: gradients that were inf or NaN before the step began, to which its backward added.
         averages: the averages of the weights in 16 bits, with what they lose.
@@ -199,7 +217,7 @@ class Rehearsal:
     hidden_at: tuple[str, str] = ("", "")
     rewritten: bool = False
     another_scaler: tuple[float, float] | None = None
-    dropped: tuple[MisusedGradients, ...] = ()
+    dropped: tuple[DroppedGradients, ...] = ()
     cleared: bool = False
     left_over: tuple[str, ...] = ()
     averages: tuple[LostAverage, ...] = ()
