@@ -71,7 +71,9 @@ class _GradientState:
 
     def is_at(self, address: int) -> bool:
         """Whether what the last backward delivered is still there, at this address; memory is used again."""
-        return not self.is_zeroed and self.gradient is not None and self.gradient.data_ptr() == address
+        if self.is_zeroed or self.gradient is None or self.gradient.layout is not torch.strided:
+            return False
+        return self.gradient.data_ptr() == address
 
 
 class _OtherGradient(NamedTuple):
@@ -291,7 +293,7 @@ class LoopRecorder:
         for number in range(len(self._optimizers)):
             of_it = [each for each in self._dropped if each.optimizer == number]
             useless = [
-                (each, [passed for passed in each.passes if self._is_useless(passed, each.last)]) for each in of_it
+                (each, {passed for passed in each.passes if self._is_useless(passed, each.last)}) for each in of_it
             ]
             names = [each.name for each, passes in useless if passes]
             stepped = [each for each in self._stepped if each.optimizer == number]
