@@ -12,6 +12,7 @@ torch._C._autograd._get_sequence_nr, torch._C._current_autograd_node.
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
+from functools import partial
 from typing import Any, NamedTuple, Protocol, TypeVar
 
 import torch
@@ -26,6 +27,7 @@ from amplab.policies import (
     explaining,
 )
 from amplab.policies.casting.function_modes import without_function_modes
+from amplab.policies.casting.half_on_cpu import is_product
 from amplab.policies.modules.module_regions import module_rule_of_op
 from amplab.policies.signals import is_interrupt
 from amplab.trace.as_found import Undo
@@ -33,6 +35,7 @@ from amplab.trace.calls import Calls
 from amplab.trace.dispatch_mode import DispatchMode
 from amplab.trace.dtype_sources import DtypeSources
 from amplab.trace.engines import NO_ENGINE, REQUESTS_DTYPE, TORCH_AUTOCAST, current_table
+from amplab.trace.half_products import HalfProducts
 from amplab.trace.kept_tensors import KeptTensors
 from amplab.trace.lines import CodeLine
 from amplab.trace.modules import ModuleStack, Stage
@@ -161,23 +164,29 @@ class Recorder:
         self._takers: list[int] = []  # the events that took them
         self._first_number = 0
         self._accumulates = False
+        self._products: HalfProducts | None = None
         self._explanation = Explanation()
         self._last_place: Place | None = None
         self._last_node: tuple[str, int] | None = None
         self._last_told: tuple[str, str, int | None, str] = _NO_NODE
 
     @contextmanager
-    def recording(self) -> Iterator[None]:
+    def recording(self, *, as_it_runs: bool = False) -> Iterator[None]:
         """Record every op of the block.
 
         Inside it engines run float16 products natively, and `_record` computes them as `cpu_half_mode()` says.
+
+        Args:
+            as_it_runs: let engines run float16 products as they do without a recorder, so that gradients of gradients
+                have the same bits, and only record ops on halves. The bytes saved for backward are those in float32.
         """
         self._first_number = _next_sequence_number()
-        self._accumulates = cpu_half_mode() == "fp32_accumulate"
+        self._accumulates = not as_it_runs and cpu_half_mode() == "fp32_accumulate"
+        self._products = HalfProducts() if as_it_runs else None
         kept = self._kept.following(self._keeper, self._weight_casts) if self._kept else nullcontext()
         # No ExitStack: only scopes that a `with` statement enters end after an interrupt of their exit.
         with (
-            cpu_half("native"),
+            nullcontext() if as_it_runs else cpu_half("native"),
             explaining() as self._explanation,
             self._modules.following(),
             kept,
@@ -188,12 +197,16 @@ class Recorder:
 
     def follow(self, undo: Undo) -> None:
         """Record every op until `undo` ends, and treat those of this thread as the model's code."""
-        undo.enter_block(self.recording)
+        undo.enter_block(partial(self.recording, as_it_runs=True))
         undo.add(self.calls.__exit__)
         self.calls.__enter__()
 
     def _record(self, overload: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        numbered = len(self._numbers)
         place = self._place()
+        if self._products is not None and self.failure is None:
+            node = self._numbers[-1] if len(self._numbers) > numbered else None
+            return self._record_as_it_runs(self._products, overload, args, kwargs, place, node)
         before = self._safely(self._before, overload, args, kwargs)
         result = NotImplemented
         if self._accumulates and self._under_engine(place):
@@ -201,12 +214,64 @@ class Recorder:
         accumulated = result is not NotImplemented
         if not accumulated:
             result = overload(*args, **kwargs)
+        self._note(overload, (args, kwargs), place, accumulated, before, result)
+        return result
+
+    def _record_as_it_runs(
+        self,
+        products: HalfProducts,
+        overload: torch._ops.OpOverload,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        place: Place,
+        number: int | None,
+    ) -> Any:
+        """Run an op and record it; one inside a float16 product is recorded as an op on halves.
+
+        Args:
+            products: the float16 products of the step.
+            overload, args, kwargs: the op.
+            place: the state of the step.
+            number: the sequence number that the op's autograd node took, if it has one.
+        """
+        running = None if place.recomputed or not place.node else _current_node()
+        node = None if running is None else running._sequence_nr()
+        if self._safely(products.widens, overload, args, kwargs, self._explanation.accumulates, node):
+            wide = overload(*args, **kwargs)
+            self._safely(products.widened, args[0], wide)
+            return wide
+        shown = self._safely(products.shown, args, kwargs) or (args, kwargs)
+        is_inside = shown[0] is not args
+        if is_inside and products.rounds(overload, args, kwargs):
+            half = overload(*args, **kwargs)
+            rounded = self._safely(products.rounded, args[0], half, number)
+            if rounded is not None and rounded is not half:
+                if number is not None:
+                    self._takers[-1] = max(0, len(self.events) - 1)  # the node belongs to the op that is rounded
+                return rounded
+            self._note(overload, shown, place, False, self._safely(self._before, overload, *shown), half)
+            return half
+        before = self._safely(self._before, overload, *shown)
+        result = overload(*args, **kwargs)
+        seen = self._safely(products.written, overload, shown, result) if is_inside else result
+        self._note(overload, shown, place, is_inside and is_product(overload), before, seen)
+        return result
+
+    def _note(
+        self,
+        overload: torch._ops.OpOverload,
+        given: tuple[tuple[Any, ...], dict[str, Any]],
+        place: Place,
+        accumulated: bool,
+        before: tuple[tuple[TensorInfo, ...], Any] | None,
+        result: Any,
+    ) -> None:
+        """Append the event of an op that has run, without tensors if these cannot be recorded."""
         count = len(self.events)
         if before is not None:
-            self._safely(self._after, overload, args, kwargs, place, accumulated, *before, result)
+            self._safely(self._after, overload, *given, place, accumulated, *before, result)
         if len(self.events) == count:  # it failed: what is computed in backward depends on the places of forward
             self.events.append(Event(overload, place, (), (), accumulated, *_CACHES_NOTHING, *_NO_SOURCE))
-        return result
 
     def _safely(self, act: Callable[..., T], *given: Any) -> T | None:
         """Do a part of the recording around an op."""

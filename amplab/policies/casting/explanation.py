@@ -53,11 +53,13 @@ class Explanation:
 
     Attributes:
         decision: the Decision about the innermost op that an engine of this thread is running, else None.
+        accumulates: whether that op is one that computes products of CPU halves in float32 and rounds once.
     """
 
     def __init__(self) -> None:
         """Start outside any op."""
         self.decision: Decision | None = None
+        self.accumulates = False
 
     def __repr__(self) -> str:
         """Show the current decision."""

@@ -27,7 +27,15 @@ from torch.nn import Parameter
 from amplab.policies.nested_tensors import map_tensors, tensors_in
 from amplab.policies.tables.op_table import resolve
 
-__all__ = ["DEFAULT_HALF_MODE", "HalfMode", "PRODUCTS", "WITHOUT_KERNEL", "accumulate_fp32", "accumulated"]
+__all__ = [
+    "DEFAULT_HALF_MODE",
+    "HalfMode",
+    "PRODUCTS",
+    "WITHOUT_KERNEL",
+    "accumulate_fp32",
+    "accumulated",
+    "is_product",
+]
 
 HalfMode = Literal["fp32_accumulate", "native"]
 
@@ -162,7 +170,7 @@ def accumulate_fp32(aten_overload: torch._ops.OpOverload, args: tuple[Any, ...],
     >>> accumulate_fp32(torch.ops.aten.relu.default, (a,), {})
     NotImplemented
     """
-    if aten_overload.overloadpacket not in _PRODUCTS or kwargs.get("out") is not None:
+    if not is_product(aten_overload) or kwargs.get("out") is not None:
         return NotImplemented
     halves = [tensor for tensor in tensors_in((*args, *kwargs.values())) if tensor.dtype is torch.float16]
     if not halves or not all(tensor.is_cpu for tensor in halves):
@@ -172,6 +180,11 @@ def accumulate_fp32(aten_overload: torch._ops.OpOverload, args: tuple[Any, ...],
     if aten_overload.overloadpacket is _FLASH:
         return (_rounded_to_half(result[0]), *result[1:])
     return map_tensors(result, _rounded_to_half)
+
+
+def is_product(aten_overload: torch._ops.OpOverload) -> bool:
+    """Whether `accumulate_fp32` computes this op in float32."""
+    return aten_overload.overloadpacket in _PRODUCTS
 
 
 def _widened_half(tensor: Tensor) -> Tensor:

@@ -204,7 +204,7 @@ def build_plan(policy: PrecisionPolicy, cache: CastCache, half_mode: HalfMode, c
     runs: dict[Callable[..., Any], Run] = {func: _opening_run(func) for func in composites}
     runs[torch.Tensor.unflatten] = _run_unflatten
     if half_mode == "fp32_accumulate":
-        runs.update(dict.fromkeys(PRODUCTS, _run_accumulated))
+        runs.update(dict.fromkeys(PRODUCTS, _run_accumulated_explained if explained else _run_accumulated))
     runs = dict.fromkeys(WITHOUT_KERNEL, _run_without_kernel) | runs
     rules = policy.by_function if casts else {}
     plan: Plan = ExplainedPlan(policy) if explained else {}
@@ -280,6 +280,17 @@ def _run_plain(_mode: CastingMode, func: Callable[..., Any], args: Any, kwargs: 
 
 def _run_accumulated(_mode: CastingMode, func: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
     return accumulated(func, args, kwargs)
+
+
+def _run_accumulated_explained(mode: CastingMode, func: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
+    explanation = mode.explanation
+    if explanation is None:
+        return accumulated(func, args, kwargs)
+    outer, explanation.accumulates = explanation.accumulates, True
+    try:
+        return accumulated(func, args, kwargs)
+    finally:
+        explanation.accumulates = outer
 
 
 def _run_without_kernel(_mode: CastingMode, func: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
