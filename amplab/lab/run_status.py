@@ -17,7 +17,7 @@ from amplab.lab.changes import RunChange
 from amplab.lab.history import History
 from amplab.lab.tasks import TaskChoice
 
-__all__ = ["Measured", "RunStatus", "StatusKind", "damage", "run_status", "verdict"]
+__all__ = ["Measured", "RunStatus", "StatusKind", "damage", "is_damaged", "run_status", "verdict"]
 
 StatusKind = Literal[
     "ready",
@@ -168,19 +168,24 @@ def _finite_losses(history: History, most: int, *, newest: bool = False) -> np.n
     return found[-most:] if newest else found[:most]
 
 
+def is_damaged(history: History) -> bool:
+    """Return whether the last step had a loss of NaN or inf and was not skipped; a missing loss is none of these."""
+    last, loss = history.last, history.loss(-1)
+    return last is not None and not last.skipped and loss is not None and not math.isfinite(loss)
+
+
 def damage(history: History) -> tuple[int, str] | None:
     """Return since which step every loss is known to be NaN or inf, and which the last one is.
 
-    None if the last step was skipped, or if its loss is finite or missing.
+    None unless `is_damaged`.
     """
-    last, loss = history.last, history.loss(-1)
-    if last is None or last.skipped or loss is None or math.isfinite(loss):
+    if not is_damaged(history):
         return None
     losses, steps = history.column("loss"), history.column("step")
     others = np.flatnonzero(np.isfinite(losses) | np.isin(steps, [*history.missing_losses()]))
     first = int(others[-1]) + 1 if len(others) else 0
     began = int(steps[min(first, len(steps) - 1)])  # the trainer may have added a finite step meanwhile
-    return began, "NaN" if math.isnan(loss) else "inf"
+    return began, "NaN" if np.isnan(losses[-1]) else "inf"
 
 
 def _damaged(history: History) -> RunStatus | None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from amplab.lab import ConfigChanged, Event, SkipExplained, StateChanged
-from amplab.lab.run_status import damage
+from amplab.lab.run_status import is_damaged
 from amplab.views.parts import Message
 from amplab.views.tabs.skipped_payload import skipped_payload
 from amplab.views.tabs.tab import Desk, Tab
@@ -39,7 +39,6 @@ class SkippedTab(Tab):
         """Draw the rows if there are other ones."""
         history = self.trainer.history
         explainable, walkable = self.trainer.explainable, self.trainer.walkable
-        is_damaged = damage(history) is not None
-        present = (history.skip_count, history.explained_count, is_damaged, explainable[:1], explainable[-1:])
+        present = (history.skip_count, history.explained_count, is_damaged(history), explainable[:1], explainable[-1:])
         if self._pace.is_due(present):
             self.show(skipped_payload(history, explainable=explainable, walkable=walkable))
