@@ -390,11 +390,12 @@ class _TorchProbe(ScaleProbe):
     def at_forward(self) -> None:
         self._hand_over()
         rows, version = self._scaler._per_optimizer_states, self._version_of_scale()
-        if rows is self._rows and not self._has_ended and (rows or version == self._version):
-            return  # no update since the last call
-        scale, was = self._scaler.get_scale(), self._scale
         row, calls, done = self._rows.get(self._optimizer_id), self._calls, None
         stepped = row is not None and row["stage"] is OptState.STEPPED
+        is_over = stepped or calls.count == 0  # else the loop has called the optimizer without the scaler
+        if rows is self._rows and not self._has_ended and is_over and (stepped or version == self._version):
+            return  # no update since the last call
+        scale, was = self._scaler.get_scale(), self._scale
         if self._report is not None and (stepped or calls.count):
             skipped = stepped and not calls.in_first
             skipped = skipped or calls.found_inf() or (calls.count > 1 and self._backed_off(was, scale))

@@ -101,7 +101,8 @@ class Patient:
         """Return the doctor's findings about the run and about a step with the last batch."""
         run = self.watched or self.run()
         skipped = run.history.skipped_steps()
-        batch = self.batches[skipped[-1] if skipped else -1]
+        steps = len(run.history) // len(self.batches)  # of one batch
+        batch = self.batches[skipped[-1] // steps if skipped else -1]
         with redirect_stdout(StringIO()):
             found = doctor(
                 self.model,
