@@ -23,9 +23,9 @@ The files, by part::
     several ranks           run_log.ranks (as one run), rank_watch (ranks compared), rank_exchange (in each step),
                             rank_training (`amplab train`)
     several runs            kept_runs (beside the present one), comparison (all levels), undo
-    your own loop           watch, watched_run, scale_probe, step_losses, held_gradients, gradient_measure,
-                            left_scales, idle_optimizers, watched_skips, step_look, step_check, step_rerun, step_code,
-                            forward_again, watch_callback, tensorboard_scalars
+    your own loop           watch, watched_run, scale_probe, watched_losses, step_losses, held_gradients,
+                            gradient_measure, left_scales, idle_optimizers, watched_skips, step_look, step_check,
+                            step_rerun, step_code, forward_again, watch_callback, tensorboard_scalars
     how to start            open (JupyterLab), first_paint (until it is there), console (terminal)
 
 Four files examine the steps of your own loop; watched_skips calls the last two::

@@ -11,6 +11,7 @@ from torch.autograd.graph import Node
 from torch.optim import Optimizer
 
 from amplab.amp.backward.gradients import SetAside
+from amplab.amp.backward.optimizer_params import params_of
 from amplab.scalers import is_sharded
 
 __all__ = ["HeldGradients"]
@@ -31,13 +32,13 @@ class HeldGradients:
 
     def any(self) -> bool:
         """Return whether a parameter of the model or of an optimizer has one. Sync: none."""
-        params = chain(*map(_params_of, self._optimizers), self._model.parameters())
+        params = chain(*map(params_of, self._optimizers), self._model.parameters())
         return any(each.grad is not None or is_sharded(each) for each in params)
 
     def of_first(self, aside: Iterable[SetAside] = ()) -> bool:
         """Return whether the next step of the first optimizer has gradients so far.
 
-        Those of its parameters, and of those of the model that no other optimizer has, as it may have copies. Zeros
+        Those of its parameters, and of those of the model that no optimizer has, as it may have copies. Zeros
         are none: ``zero_grad(set_to_none=False)`` leaves them. On devices, and in bfloat16, they count as present.
 
         Args:
@@ -78,13 +79,9 @@ class HeldGradients:
         return self._nodes[param]
 
     def _params_of_first(self) -> Iterator[Tensor]:
-        yield from _params_of(self._optimizers[0])
-        others = {id(each) for other in self._optimizers[1:] for each in _params_of(other)}
-        yield from (each for each in self._model.parameters() if id(each) not in others)
-
-
-def _params_of(optimizer: Optimizer) -> Iterator[Tensor]:
-    return chain.from_iterable(group["params"] for group in optimizer.param_groups)
+        yield from params_of(self._optimizers[0])
+        stepped = {id(each) for optimizer in self._optimizers for each in params_of(optimizer)}
+        yield from (each for each in self._model.parameters() if id(each) not in stepped)
 
 
 def _has_values(grad: Tensor) -> bool:

@@ -5,15 +5,15 @@ scaler           a step is over when                          it was skipped whe
 ===============  ===========================================  ==============================================
 apex session     the optimizer's ``step`` has returned        the session reports it
 amplab's         ``update`` has updated the scale             the scaler's row of this optimizer says so
-torch's          after ``update`` a loss comes, or the watch   the scaler did not call the optimizer, or told it
-                 ends, or the model is called (in             that it found inf
-                 `Watch.batches`: the next batch begins)
+torch's          after ``update`` a loss comes, the next      the scaler did not call the optimizer, or told it
+                 batch begins, the model is called, or the    that it found inf
+                 watch ends
 none             the optimizer's ``step`` has returned        never
 ===============  ===========================================  ==============================================
 
 torch's scaler has no hook, and it does not call an optimizer whose step it skips. The evidence is in its record of the
-iteration, which ``update`` replaces and the probe keeps. If the optimizer steps several times in a batch of which no
-loss is known, they are one step with the record of the first; a later skip is counted if the optimizer was called at
+iteration, which ``update`` replaces and the probe keeps. If the optimizer steps several times and nothing
+comes in between, they are one step with the record of the first; a later skip is counted if the optimizer was called at
 least twice and the scale fell by a power of the backoff factor. After a single call such a fall may also be the loop's
 own ``update(new_scale)``. The scale is read once per step, so only a session and amplab's scaler report the scales of
 several backwards of one step. A session unscales the gradients of each backward before it adds them, so that different

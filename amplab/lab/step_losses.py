@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from enum import IntEnum
+from functools import reduce
 from typing import NamedTuple
 
 from torch import Tensor
@@ -20,7 +21,7 @@ from torch import Tensor
 from amplab.amp.backward.added_losses import added_losses
 from amplab.lab.scale_probe import NO_STEPS, Steps
 
-__all__ = ["NO_LOSSES", "GivenLoss", "LossSource", "StepLosses"]
+__all__ = ["NO_LOSSES", "GivenLoss", "LossSource", "StepLosses", "value_of"]
 
 
 class LossSource(IntEnum):
@@ -81,10 +82,8 @@ class StepLosses(NamedTuple):
     @property
     def total(self) -> float | Tensor | None:
         """The sum of those that a backward has reached, or of all before that; None without one. Sync: none."""
-        total: float | Tensor | None = None
-        for each in [each for each in self.given if any(each.seen)] or self.given:
-            total = added_losses(total, each.value)
-        return total
+        counted = [each.value for each in self.given if any(each.seen)] or [each.value for each in self.given]
+        return reduce(added_losses, counted) if counted else None
 
     @property
     def are_of_a_backward(self) -> bool:
@@ -145,3 +144,10 @@ class StepLosses(NamedTuple):
 
 
 NO_LOSSES = StepLosses()
+
+
+def value_of(loss: float | Tensor | None) -> float | None:
+    """Return a loss as a number; None for None and for several elements. Sync: one if it is on a device."""
+    if isinstance(loss, Tensor):
+        return loss.item() if loss.numel() == 1 else None
+    return loss

@@ -9,7 +9,7 @@
     print(w.findings())
 
 The loop does not change. The watch uses optimizer hooks, a forward hook and the scaler's callbacks. `scale_probe`
-learns the outcome of a step, `step_losses` adds up its losses, `gradient_measure` measures gradients,
+learns the outcome of a step, `watched_losses` knows its losses, `gradient_measure` measures gradients,
 `left_scales` knows by what they are still multiplied, `idle_optimizers` finds optimizers that never step,
 `watched_skips` explains a skipped step.
 """
@@ -48,7 +48,6 @@ from amplab.formats import ExponentHistogram
 from amplab.lab.events import GradientRecord, GradientSample, MixedScales, StepRecord, StepRow
 from amplab.lab.findings import LOOK_BACK, observed_run, with_explained
 from amplab.lab.gradient_measure import GradientMeasure
-from amplab.lab.held_gradients import HeldGradients
 from amplab.lab.history import History, recorded
 from amplab.lab.idle_optimizers import ENOUGH_STEPS, IdleOptimizers
 from amplab.lab.left_scales import LeftScales
@@ -58,12 +57,13 @@ from amplab.lab.run_store import RunStore
 from amplab.lab.scale_growth import ScaleGrowth
 from amplab.lab.scale_probe import ScaledStep, StepCounter, probe_of
 from amplab.lab.step_look import StepLook
-from amplab.lab.step_losses import NO_LOSSES, GivenLoss, LossSource, StepLosses
+from amplab.lab.step_losses import LossSource, value_of
 from amplab.lab.step_rerun import StepRerun
 from amplab.lab.tensorboard_scalars import TensorBoardScalars
 from amplab.lab.watched_batches import WatchedBatches
+from amplab.lab.watched_losses import WatchedLosses
 from amplab.lab.watched_run import NO_LEVEL, WatchedRun
-from amplab.lab.watched_skips import WatchedSkips, names_of_nonfinite_gradients, value_of
+from amplab.lab.watched_skips import WatchedSkips, names_of_nonfinite_gradients
 from amplab.optimizers.group_settings import learning_rate
 from amplab.policies.casting.thread_scopes import THREAD
 from amplab.policies.nested_tensors import samples_in
@@ -71,7 +71,6 @@ from amplab.policies.signals import DeferredSignals, is_interrupt
 from amplab.trace import Trace
 from amplab.trace.argument_checks import check_values
 from amplab.trace.as_found import end_blocks_of, remove_hook
-from amplab.trace.dispatch_mode import current_backward
 from amplab.trace.handed_step import (
     Loss,
     Scaler,
@@ -87,7 +86,6 @@ from amplab.trace.untouched import before_untouched, observing_steps, unless_und
 __all__ = ["Watch", "check_options", "watch"]
 
 T = TypeVar("T")
-_MOST_CLEARED = 64  # losses that a further backward may reach again
 _LARGEST_EVERY = 16  # steps; near enough for a replay to know the steps between, and under 1 % of a small step
 
 
@@ -173,13 +171,9 @@ class Watch:
             gradients=_Hook(first.register_step_pre_hook, see_gradients, first._optimizer_step_pre_hooks),
         )
         self._counter = StepCounter(optimizers, self._probe.amp)
-        self._losses, self._loss_in_output = NO_LOSSES, False
-        self._held = HeldGradients(model, optimizers)
-        self._add_loss = unless_undone(self._see_loss)
+        self._losses, self._loss_in_output = WatchedLosses(model, optimizers, self._counter), False
+        self._add_loss = unless_undone(self._losses.add)
         self._probe.see_loss = unless_undone(self._see_scaled_loss)
-        self._in_block = False  # of `scale_loss`, whose backward has not begun
-        self._backward = -1  # the number of the last one that has reached a loss
-        self._cleared: tuple[GivenLoss, ...] = ()  # losses since the last record whose gradients were gone
         self._given = 0  # losses, by the loop
         self._measured = -1  # the step that was measured last
         self._unrecorded: tuple[_Outcome, ...] = ()  # several only after interrupts
@@ -330,10 +324,11 @@ class Watch:
 
     def _drop_batches(self) -> None:
         """Forget the batches of this step that the loop has dropped: no backward has reached their loss."""
-        if not self._held.any():
+        dropped = self._losses.dropped_batches()
+        if dropped is None:
             self._rerun.drop()
-        elif self._losses.given and not self._losses.given[-1].seen:
-            self._rerun.drop(1)
+        else:
+            self._rerun.drop(dropped)
 
     def _batch_ends(self) -> None:
         if get_ident() == self.thread:
@@ -366,48 +361,9 @@ class Watch:
         self._add_loss(LossSource.LOOP, value)
         return value
 
-    def _see_loss(self, source: LossSource, value: Tensor, scaled: ScaledLoss | None = None) -> None:
-        """Add a loss to those of the step; one on a device is read later, so that nothing waits. Sync: none.
-
-        Args:
-            source: who gives it.
-            value: any shape.
-            scaled: of a loss that a scaler tells.
-        """
-        if self._rerun.at_work or self._counter.is_later_run:
-            return
-        if not (value.requires_grad or torch.is_grad_enabled()):
-            return
-        losses, aside = self._losses.after(self._counter.steps()), (scaled and scaled.aside) or ()
-        if losses.are_of_a_backward and not self._held.of_first(aside):  # of an iteration that was given up
-            losses = self._without_cleared(losses)
-        start = value if scaled is None else scaled.scaled
-        self._losses = losses.plus(GivenLoss.of(value, start, self._backward_begins), source)
-
-    def _without_cleared(self, losses: StepLosses, at_backward: list[bool] | None = None) -> StepLosses:
-        self._cleared = (*self._cleared, *losses.given)[-_MOST_CLEARED:]
-        return losses.cleared(at_backward)
-
     def _see_scaled_loss(self, scaled: ScaledLoss) -> None:
-        self._see_loss(LossSource.SESSION, scaled.loss, scaled)
-        self._in_block = scaled.aside is not None
-
-    def _backward_begins(self, seen: list[bool]) -> bool:
-        """Forget the losses before if their gradients are gone; called for each loss that a backward reaches.
-
-        Return whether it is a backward: `torch.autograd.grad` leaves the gradients of parameters as they are.
-
-        In a block of `scale_loss` they are set aside; `_see_loss` has looked at them where it began.
-        """
-        if not self._held.accumulates():
-            return False
-        is_new, self._backward = current_backward() != self._backward, current_backward()
-        if self._in_block:
-            self._in_block = False
-        elif is_new and self._losses.are_of_a_backward and not self._held.of_first():
-            self._losses = self._without_cleared(self._losses, at_backward=seen)
-        self._losses = self._losses.with_again(seen, self._cleared)
-        return True
+        if not self._rerun.at_work:
+            self._losses.add_scaled(scaled)
 
     # -- what is known -----------------------------------------------------------------------------
 
@@ -581,18 +537,14 @@ class Watch:
 
     def _is_finite_so_far(self) -> bool:
         """Whether the loss of this step is finite, and the gradients as far as the scaler knows. Sync: one."""
-        loss = value_of(self._losses.total)
-        if loss is not None:  # so that it is not read again
-            self._losses = self._losses._replace(given=(GivenLoss(loss, [True]),))
-        return (loss is None or math.isfinite(loss)) and not self._probe.found_inf()
+        return self._losses.is_finite() and not self._probe.found_inf()
 
     def _take(self, outcome: ScaledStep | ScaleRecord) -> None:
         if outcome is not self._taken:  # else a probe reports it again, because an interrupt has stopped this method
-            loss, left = self._losses.recorded(self._counter.steps())
+            loss, left = self._losses.recorded()
             done = _Outcome(outcome, loss)
             # One line without a call: CPython lets no interrupt in between.
-            self._unrecorded, self._taken, self._losses = (*self._unrecorded, done), outcome, left
-            self._cleared = ()
+            self._unrecorded, self._taken, self._losses.waiting = (*self._unrecorded, done), outcome, left
         if not self._unrecorded:
             return
         row = self._record_rest()

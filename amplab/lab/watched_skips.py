@@ -21,12 +21,13 @@ from amplab.lab.events import StepRecord
 from amplab.lab.run_store import RunStore
 from amplab.lab.skip_explanation import SkipExplanation, explained
 from amplab.lab.step_check import StepCheck
+from amplab.lab.step_losses import value_of
 from amplab.lab.step_rerun import CannotRunAgain, StepRerun
 from amplab.parallel.ranks import NeedsOtherRanks
 from amplab.policies.signals import DeferredSignals, is_interrupt
 from amplab.scalers.unscaler import local_shard
 
-__all__ = ["WatchedSkips", "names_of_nonfinite_gradients", "value_of"]
+__all__ = ["WatchedSkips", "names_of_nonfinite_gradients"]
 
 _SETTLED = 5  # skips in a row: fewer may be a scale that settles, so the fifth is a kind of its own
 _NOT_TAKEN_BACK = (
@@ -151,10 +152,3 @@ def names_of_nonfinite_gradients(model: nn.Module) -> list[str]:
     """Return the names of the parameters whose gradients hold inf or NaN, in the model's order. Sync: one for each."""
     given = [(name, each.grad) for name, each in model.named_parameters() if each.grad is not None]
     return [name for name, grad in given if not torch.isfinite(stored_values(local_shard(grad))).all()]
-
-
-def value_of(loss: float | Tensor | None) -> float | None:
-    """Return a loss as a number; None for None and for several elements. Sync: one if it is on a device."""
-    if isinstance(loss, Tensor):
-        return loss.item() if loss.numel() == 1 else None
-    return loss

@@ -17,6 +17,7 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils.weight_norm import WeightNorm
 
 from amplab.policies.casting.function_modes import without_function_modes
 from amplab.policies.signals import is_interrupt
@@ -199,9 +200,18 @@ def copy_of(value: Copied, name: str, since: str, memo: dict[int, Any] | None = 
             raise
         raise ValueError(
             f"{name}={type(value).__name__} cannot be copied ({type(refusal).__name__}: {refusal}), and {since}: "
-            f"{instead and f'{instead}, or '}detach the tensors that it keeps, remove locks, files and iterators, and "
-            "use torch.nn.utils.parametrizations.weight_norm instead of torch.nn.utils.weight_norm."
+            f"{instead and f'{instead}, or '}{_MAKES_COPIES}{_NEWER if _has_older_weight_norm(value) else ''}."
         ) from refusal
+
+
+_MAKES_COPIES = "detach the tensors that it keeps, and remove locks, files and iterators"
+_NEWER = "; use torch.nn.utils.parametrizations.weight_norm instead of torch.nn.utils.weight_norm"
+
+
+def _has_older_weight_norm(value: Any) -> bool:
+    """Whether a model keeps the weight of the last forward, which has a graph."""
+    modules = value.modules() if isinstance(value, nn.Module) else ()
+    return any(isinstance(hook, WeightNorm) for each in modules for hook in each._forward_pre_hooks.values())
 
 
 def accepts(function: Callable[..., Any], given: int) -> str | None:

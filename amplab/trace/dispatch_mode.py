@@ -14,10 +14,13 @@ from torch._ops import HigherOrderOperator
 from torch.utils import _python_dispatch
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack, _pop_mode, _push_mode
 
-__all__ = ["DispatchMode", "current_backward", "drop_ended"]
+__all__ = ["INTO_GRAD", "DispatchMode", "current_backward", "drop_ended"]
 
 current_backward = torch._C._current_graph_task_id
 """Number of the backward whose hook or node calls; -1 outside of one."""
+
+INTO_GRAD = "torch::autograd::AccumulateGrad"
+"""Name of the nodes that write to ``.grad``."""
 
 _TRACERS = _TorchDispatchModeKey.FAKE, _TorchDispatchModeKey.PROXY, _TorchDispatchModeKey.FUNCTIONAL
 """Modes whose tensors have no values: an error in one of their ops may end the process."""

@@ -32,7 +32,7 @@ from amplab.policies.modules.module_regions import module_rule_of_op
 from amplab.policies.signals import is_interrupt
 from amplab.trace.as_found import Undo
 from amplab.trace.calls import Calls
-from amplab.trace.dispatch_mode import DispatchMode
+from amplab.trace.dispatch_mode import INTO_GRAD, DispatchMode
 from amplab.trace.dtype_sources import DtypeSources
 from amplab.trace.engines import NO_ENGINE, REQUESTS_DTYPE, TORCH_AUTOCAST, current_table
 from amplab.trace.half_products import HalfProducts
@@ -53,7 +53,6 @@ _NO_NODE = "", "", None, ""
 _NO_SOURCE = None, ""
 _IN_FORWARD = False, False, *_NO_NODE
 _LISTS = list, tuple
-_INTO_GRAD = "torch::autograd::AccumulateGrad"
 
 
 class Place(NamedTuple):
@@ -334,7 +333,7 @@ class Recorder:
     def _node_fields(self, node: torch.autograd.graph.Node) -> tuple[str, str, int | None, str]:
         """The fields of a place that describe an autograd node: node, function, origin and parameter."""
         name = node.name()
-        if name == _INTO_GRAD:
+        if name == INTO_GRAD:
             variable = node.variable  # type: ignore[attr-defined]  # AccumulateGrad has one
             return name, "", None, self._parameters.get(id(variable), "")
         known = name, node._sequence_nr()

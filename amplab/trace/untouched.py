@@ -31,6 +31,7 @@ from amplab.policies.casting.function_modes import without_function_modes
 from amplab.scalers import is_sharded
 from amplab.trace.as_found import Undo, rebind, remove_hooks_since
 from amplab.trace.collectives import NoCollectives
+from amplab.trace.dispatch_mode import INTO_GRAD
 from amplab.trace.engines import compiled_functions_eagerly
 from amplab.trace.forwarded_modules import buffers_kept
 from amplab.trace.optimizer_hooks import once_a_step
@@ -85,7 +86,7 @@ class ParkedGradients:
 
     def park_leaves_of(self, loss: Tensor) -> None:
         """Set aside the gradients of all leaves that a backward from `loss` reaches."""
-        nodes = (node for node in nodes_behind(loss) if node.name() == "torch::autograd::AccumulateGrad")
+        nodes = (node for node in nodes_behind(loss) if node.name() == INTO_GRAD)
         self.park(node.variable for node in nodes)  # type: ignore[attr-defined]  # AccumulateGrad has one
 
     def restore(self) -> None:

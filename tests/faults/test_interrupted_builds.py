@@ -57,7 +57,7 @@ built = build()
 assert [each.parent for each in libraries()] == [built]
 assert build() == built and len(libraries()) == 1  # loaded, not built
 """
-KERNELS = """
+WAITS_AGAIN = """
 import torch
 from amplab import kernels
 
@@ -68,6 +68,9 @@ try:
 except KeyboardInterrupt:
     thread.join()
 report = kernels.ensure(wait=True)
+"""
+FAILED = 'assert report.status == "failed", report'
+BUILT = """
 assert report.status == "built", report
 grads = [torch.tensor([2.0, float("inf")])]
 kernels.unscale_(grads, found := torch.zeros(1), torch.tensor([0.5]))
@@ -100,30 +103,16 @@ def test_a_build_of_lesson_07_that_fails_says_so_each_time(tmp_path, monkeypatch
             load_inline("fails", source, build_directory=folder, is_python_module=False, no_implicit_headers=True)
 
 
-WAITS_AGAIN = """
-from amplab import kernels
-
-thread = interrupt_when_there_is("scratch-*/*/lock")
-try:
-    kernels.ensure(wait=True, on_report=lambda _: None)
-    sys.exit("no interrupt came")
-except KeyboardInterrupt:
-    thread.join()
-report = kernels.ensure(wait=True)
-assert report.status == "failed", report
-"""
-
-
 def test_a_wait_for_the_kernels_after_an_interrupt_lasts_until_the_build_ends(tmp_path):
     compiler = tmp_path / "slow-compiler"
     compiler.write_text("#!/bin/sh\nsleep 2\nexit 1\n")
     compiler.chmod(0o755)
-    run(WAITS_AGAIN, "process", tmp_path, AMPLAB_KERNELS="auto", CXX=str(compiler))
+    run(WAITS_AGAIN + FAILED, "process", tmp_path, AMPLAB_KERNELS="auto", CXX=str(compiler))
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("reached", ["process", "group"])
 @pytest.mark.parametrize("mode", ["auto", "require"])
 def test_the_kernels_are_built_after_an_interrupt(mode, reached, tmp_path):
-    run(KERNELS, reached, tmp_path, AMPLAB_KERNELS=mode)
+    run(WAITS_AGAIN + BUILT, reached, tmp_path, AMPLAB_KERNELS=mode)
     assert len(list(tmp_path.rglob("built/*.so"))) == 2

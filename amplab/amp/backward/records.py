@@ -1,6 +1,6 @@
 """The records of a session, all frozen.
 
-`ScaledLoss` before a loss is scaled, `ScaleRecord` at the exit of `scale_loss`, `StepOutcome` after `optimizer.step()`,
+`ScaledLoss` before a backward, `ScaleRecord` at the exit of `scale_loss`, `StepOutcome` after `optimizer.step()`,
 `MemoryUse` on request.
 """
 
@@ -15,11 +15,11 @@ __all__ = ["MemoryUse", "ScaleRecord", "ScaledLoss", "StepOutcome"]
 
 
 class ScaledLoss(NamedTuple):
-    """A loss that is about to be scaled.
+    """A loss and what it is scaled to, before the backward.
 
     Attributes:
-        loss: before scaling, with its graph.
-        scaled: after scaling, from which the backward starts.
+        loss: with its graph.
+        scaled: the loss times its scale, from which the backward starts.
         aside: the gradients that `scale_loss` has set aside until its block ends; None if ``scale`` scales the loss.
     """
 

@@ -31,6 +31,7 @@ from amplab.policies.casting.function_modes import without_function_modes
 from amplab.policies.nested_tensors import named_tensors_in, tensors_in
 from amplab.trace import Trace
 from amplab.trace.argument_checks import check_step
+from amplab.trace.dispatch_mode import INTO_GRAD
 from amplab.trace.lazy_tuple import LazyTuple
 from amplab.trace.reasons import lazy_records_of
 from amplab.trace.recorder import Event
@@ -55,7 +56,6 @@ _ALLOCATES = frozenset(("empty", "empty_like", "empty_strided", "empty_permuted"
 _VIEWS = frozenset(
     ("_unsafe_view", "detach", "lift_fresh", "_reshape_alias")
 )  # in addition to those whose schema says so
-_ACCUMULATES = "torch::autograd::AccumulateGrad"
 
 
 @dataclass(frozen=True)
@@ -255,7 +255,7 @@ class StepWatcher:
             if self._begins(inputs, outputs):
                 self._begun[len(self._ops)] = Begun(tuple(map(_counted, read)), tuple(map(_counted, tensors)))
         place = event.place
-        if place.node == _ACCUMULATES and place.parameter and (outputs or inputs):
+        if place.node == INTO_GRAD and place.parameter and (outputs or inputs):
             self._gradients.append((place.parameter, (outputs or inputs)[-1]))
         self._ops.append(OpValues(inputs, outputs, _numbers(event.overload, given)))
 

@@ -40,7 +40,7 @@ from amplab.formats.stored_values import stored_values
 from amplab.policies.nested_tensors import tensors_in
 from amplab.policies.signals import DeferredSignals
 from amplab.trace.as_found import Undo, remove_hook
-from amplab.trace.dispatch_mode import DispatchMode, current_backward
+from amplab.trace.dispatch_mode import INTO_GRAD, DispatchMode, current_backward
 from amplab.trace.handed_step import Scaler
 from amplab.trace.lines import call_of_user_line, user_line
 from amplab.trace.optimizer_hooks import observe_steps, seeing_gradients
@@ -339,15 +339,14 @@ class LoopRecorder:
         if not isinstance(result, Tensor):
             return
         self.is_in_half |= result.dtype == torch.float16
-        is_of_leaf = node.name() == _ACCUMULATES
+        is_of_leaf = node.name() == INTO_GRAD
         if result.layout is not torch.strided or not (is_of_leaf or func is _CLONE):
             return
         if is_of_leaf and id(node.variable) in self._names:
             return
         passed = self._passes + (current_backward() > self._last_backward)  # before the first parameter, or after it
-        self._others[result.data_ptr()] = _OtherGradient(
-            partial(_itself, result) if is_of_leaf else weakref.ref(result), passed
-        )
+        alive = (lambda: result) if is_of_leaf else weakref.ref(result)
+        self._others[result.data_ptr()] = _OtherGradient(alive, passed)
         if is_of_leaf and not isinstance(node.variable, nn.Parameter):
             self._of_inputs.add(passed)
 
@@ -632,11 +631,6 @@ class _Writes(DispatchMode):
         return result
 
 
-def _itself(tensor: Tensor) -> Tensor:
-    return tensor
-
-
-_ACCUMULATES = "torch::autograd::AccumulateGrad"
 _CLONE = torch.ops.aten.clone.default
 _ZEROS = frozenset(
     (torch.ops.aten.zero_.default, torch.ops.aten._foreach_zero_.default, torch.ops.aten.detach_.default)

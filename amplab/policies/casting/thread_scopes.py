@@ -376,11 +376,11 @@ class CastingThread:
     def drop_ended(self, *, before_op: bool = False) -> None:
         """Leave the scopes whose call or block has ended, since their own exit has not run.
 
-        Args:
-            before_op: whether a mode calls it before the first op after such a call.
-
         Grad mode, too, becomes what it was before the call: an interrupt may have ended a block of `torch.no_grad` in
         torch's own code. Without a live mode it stays, since nothing tells whether the user has set it since then.
+
+        Args:
+            before_op: whether a mode calls it before the first op after such a call.
         """
         if not (self.scopes or self.installed or self.may_be_pushed_again) or is_dynamo_compiling():
             return
