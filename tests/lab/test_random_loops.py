@@ -7,6 +7,7 @@ are those whose backwards have added to the gradients that it uses.
 import math
 import random
 from dataclasses import dataclass, field
+from functools import partial
 
 import pytest
 import torch
@@ -37,6 +38,10 @@ class Plan:
     has_batches: bool = True
     delays: bool = False  # apex: all but the last backward with delay_unscale
     level: str = "O0"
+    is_penalised: bool = False  # the critic's loss has a gradient penalty
+    ascends: bool = False  # sharpness-aware: a first backward moves the critic's weights, the second is for the step
+    clips: bool = False  # the norm of its gradients
+    closes: str = ""  # without a scaler: the critic's optimizer steps with a closure: "SGD", "LBFGS" runs it again
     given_up: dict[int, int] = field(default_factory=dict)  # iterations, and after how many backwards
     bad: frozenset = frozenset()  # iterations whose last micro-batch overflows
 
@@ -55,6 +60,10 @@ class Plan:
         steps = range(STEPS)
         plan.given_up = {step: draw.randint(0, plan.parts) for step in steps if draw.random() < 0.25}
         plan.bad = frozenset(step for step in steps if draw.random() < 0.25 and step not in plan.given_up)
+        plan.is_penalised, plan.ascends, plan.clips = (draw.random() < 0.3 for _ in range(3))
+        plan.closes = draw.choice(("", "SGD", "LBFGS")) if scaling == "none" and plan.zeroes == "first" else ""
+        if plan.closes:
+            plan.given_up, plan.ascends, plan.clips = {}, False, False
         if plan.zeroes == "last":  # else another network, or an iteration given up, would leave gradients to the next
             plan.given_up, plan.order = {}, "c"
         return plan
@@ -70,6 +79,8 @@ class Loop:
         self.optimizers = {name: torch.optim.SGD(each.parameters(), lr=0.01) for name, each in self.models.items()}
         make = SCALERS.get(plan.scaling)
         scaler = make and make("cpu", init_scale=64.0)
+        if plan.closes == "LBFGS":
+            self.optimizers["c"] = torch.optim.LBFGS(self.models["c"].parameters(), lr=0.01, max_iter=3)
         self.scalers = {name: make("cpu", init_scale=64.0) if plan.own_scalers else scaler for name in "cg"}
         self.batches = [torch.randn(plan.parts, 8, 4) for _ in range(STEPS)]
         self.losses = []  # those in the gradients of the critic
@@ -102,9 +113,13 @@ class Loop:
     def iteration(self, step, name, batch, give):
         """Train one network; return whether its optimizer was called for."""
         plan = self.plan
+        if plan.closes and name == "c":
+            self.take_step(name, partial(self.closure, batch, give))
+            return True
         backwards = plan.given_up.get(step, plan.parts)
         if plan.zeroes == "first":
             self.zero(name)
+        ascended = plan.ascends and name == "c" and plan.zeroes == "first" and self.ascend(batch[0], give)
         for number, x in enumerate(batch):
             bad = step in plan.bad and number == plan.parts - 1
             loss = give(self.loss_of(name, x, overflows=bad))
@@ -112,11 +127,15 @@ class Loop:
                 self.zero(name)
             if number == backwards:
                 return False
-            self.backward(loss, name, delays=plan.delays and number < plan.parts - 1)
+            delays = plan.delays and number < plan.parts - 1
+            self.backward(loss, name, delays=delays)
             if name == "c":
                 self.losses.append(loss.item())
+        for each, before in ascended or ():
+            each.data.copy_(before)
         if step in plan.given_up:
             return False
+        self.clip(name)
         self.take_step(name)
         if plan.zeroes == "last":
             self.zero(name)
@@ -128,9 +147,41 @@ class Loop:
             self.losses = []
             self.overflowed_at = None if self.plan.set_to_none else self.overflowed_at  # as `amplab.amp` documents it
 
+    def closure(self, batch, give):
+        had = self.losses  # of the first run, which is at the weights before the step
+        self.zero("c")
+        losses = [give(self.loss_of("c", x, overflows=False)) for x in batch]
+        for loss in losses:
+            loss.backward()
+        self.losses = had or [loss.item() for loss in losses]
+        return sum(losses)
+
+    def ascend(self, x, give):
+        """Move the critic's parameters after a backward; return each with what it was."""
+        self.backward(give(self.loss_of("c", x, overflows=False)), "c", delays=False)
+        moved = [(each, each.detach().clone()) for each in self.models["c"].parameters()]
+        for each, _ in moved:
+            each.data.mul_(1.01)  # by how much is of no matter here
+        self.zero("c")
+        return moved
+
+    def clip(self, name):
+        plan, optimizer = self.plan, self.optimizers[name]
+        if not plan.clips:
+            return
+        if plan.scaling in ("torch", "amplab"):
+            self.scalers[name].unscale_(optimizer)
+        parameters = amp.master_params(optimizer) if plan.scaling == "apex" else self.models[name].parameters()
+        nn.utils.clip_grad_norm_(parameters, 0.1)
+
     def loss_of(self, name, x, *, overflows):
         critic, generator = self.models["c"], self.models["g"]
-        loss = critic(x if name == "c" else generator(x)).float().square().mean()
+        x = x.clone().requires_grad_(self.plan.is_penalised)
+        score = critic(x if name == "c" else generator(x)).float()
+        loss = score.square().mean()
+        if self.plan.is_penalised and name == "c":
+            (slope,) = torch.autograd.grad(score.sum(), x, create_graph=True)
+            loss = loss + (slope.square().sum(1) - 1).square().mean()
         return loss * math.inf if overflows and self.plan.scaling != "none" else loss
 
     def backward(self, loss, name, *, delays):
@@ -147,16 +198,17 @@ class Loop:
         else:
             (loss if plan.scaling == "none" else self.scalers[name].scale(loss)).backward()
 
-    def take_step(self, name):
+    def take_step(self, name, *closure):
         plan, optimizer = self.plan, self.optimizers[name]
         before = [each.detach().clone() for each in self.models[name].parameters()]
         scale = self.scale(name)
-        optimizer.step() if plan.scaling in ("none", "apex") else self.scalers[name].step(optimizer)
+        optimizer.step(*closure) if plan.scaling in ("none", "apex") else self.scalers[name].step(optimizer)
         pairs = zip(before, self.models[name].parameters(), strict=True)
         if name == "c":
             skipped = all(torch.equal(old, new) for old, new in pairs)
             self.told.append(f"{sum(self.losses)} {(skipped and self.overflowed_at) or scale} {skipped}")
             self.overflowed_at = None
+            self.losses = [] if closure else self.losses
         if plan.updates == "each" and plan.scaling in SCALERS:
             self.scalers[name].update()
 
