@@ -407,8 +407,9 @@ class History:
     ) -> dict[str, np.ndarray]:
         """Return some columns thinned to what a screen can show, always with "step" and "skipped".
 
-        Kept are the first and last row, every skipped step, and of each bucket of rows the smallest, the largest and
-        the non-finite values of each requested column; see `thinning.thin`. The rows are the same in every column.
+        Kept are the first and last row, every skipped step while these fit into half of the limit (then the first of
+        each bucket of rows), and of each bucket the smallest and the largest finite value and the first NaN, inf and
+        -inf of each requested column; see `thinning.thin`. The rows are the same in every column.
 
         Args:
             columns: Names of `COLUMNS`.

@@ -173,9 +173,7 @@ def check_scaled_step(step: Callable[[nn.Module, Optimizer, Tensor, float], obje
     if torch.allclose(scaled, plain, rtol=0, atol=1e-6):
         if not torch.allclose(_weights_after(step, 4 * scale), plain, rtol=0, atol=1e-6):
             return "the weights are right for a scale of 1,024 and wrong for 4,096; divide each `p.grad` by `scale`."
-        return (
-            None if _scales_the_backward(step) else "the backward pass had no scale; call `(loss * scale).backward()`."
-        )
+        return _fault_inside(step, scale)
     ratio = float((scaled - start).norm() / (plain - start).norm())
     if abs(ratio / scale - 1) < 0.01:
         return "the weights moved 1,024 times too far; divide each `p.grad` by `scale` before `optimizer.step()`."
@@ -209,10 +207,18 @@ def _weights_after(step: Callable[[nn.Module, Optimizer, Tensor, float], object]
     return torch.cat([parameter.detach().flatten() for parameter in model.parameters()])
 
 
-def _scales_the_backward(step: Callable[[nn.Module, Optimizer, Tensor, float], object]) -> bool:
-    """Return whether the gradient that arrives at the loss is the scale."""
+def _fault_inside(step: Callable[[nn.Module, Optimizer, Tensor, float], object], scale: float) -> str | None:
+    """Return what is wrong in a step after which the weights are right, or None."""
     model, optimizer, loss = _small_case()
+    parameters = list(model.parameters())
+    right = torch.autograd.grad(loss, parameters, retain_graph=True)
     arrived: list[float] = []
+    given: list[Tensor] = []
     loss.register_hook(lambda gradient: arrived.append(gradient.item()))
-    step(model, optimizer, loss, 1024.0)
-    return arrived == [1024.0]
+    optimizer.register_step_pre_hook(lambda *_: given.extend(each.grad.clone() for each in parameters))
+    step(model, optimizer, loss, scale)
+    if arrived != [scale]:
+        return "the backward pass had no scale; call `(loss * scale).backward()`."
+    if len(given) != len(right) or not all(map(partial(torch.allclose, rtol=1e-5), given, right)):
+        return "the optimizer was given other gradients; divide each `p.grad` by `scale`, and change nothing else."
+    return None

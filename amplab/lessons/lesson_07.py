@@ -16,6 +16,7 @@ import tempfile
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -220,6 +221,7 @@ def check_least_time(answer: float) -> str | None:
 
 
 _COPY = {"inputs": False, "outputs": True, "found_inf": True, "inv_scale": False}
+_UNMARKED = "Tensor[] inputs, Tensor[] outputs, Tensor found_inf, Tensor inv_scale) -> ()"
 
 
 @exercise("07-2")
@@ -252,6 +254,9 @@ def check_schema(answer: str) -> str | None:
     letters = re.findall(r"\((\w+)!\)", str(schema))
     if len(set(letters)) < len(letters):
         return "outputs and found_inf have the same letter, which says that they may share memory: write (a!) and (b!)."
+    unmarked = re.sub(r"\(\w+!\)", "", str(schema)).partition("(")[2]
+    if unmarked != _UNMARKED:
+        return f"without the marks it is ({unmarked}: expected ({_UNMARKED}. Only add the marks (a!) and (b!)."
     return None
 
 
@@ -267,7 +272,7 @@ def check_unscale_copy(answer: _UnscaleCopy) -> str | None:
     """
     finite, overflow, invalid = (torch.tensor([1.0, each]).half() for each in (2.0, torch.inf, torch.nan))
     small = torch.tensor([2.0, 2.0**-10]).half()
-    for inputs in ([small], [finite, overflow], [overflow, finite], [invalid]):
+    for inputs in ([small], [finite, overflow], [overflow, finite], [invalid], *_one_bad_number()):
         if fault := _fault_of_call(answer, inputs):
             return fault
     hint = " It was 1 before the call, and an inf that an earlier call has found stays found: only write 1."
@@ -276,6 +281,14 @@ def check_unscale_copy(answer: _UnscaleCopy) -> str | None:
     # With inv_scale=2^112 the largest half becomes a finite float32, and the sum of two is inf.
     hint = " All of them are finite, also unscaled, but their sum is not: ask each number, as output.isfinite().all()."
     return _fault_of_call(answer, [torch.full((2,), 65504.0).half()], inv_scale=2.0**112, hint=hint)
+
+
+def _one_bad_number() -> Iterator[list[Tensor]]:
+    """Yield three gradients with one inf, -inf or NaN, at each place in turn."""
+    for place, bad in product(range(9), (torch.inf, -torch.inf, torch.nan)):
+        numbers = torch.arange(1.0, 10.0).half()
+        numbers[place] = bad
+        yield list(numbers.view(3, 3))
 
 
 def _fault_of_call(
@@ -292,7 +305,7 @@ def _fault_of_call(
     right = [each.clone() for each in outputs]
     found_inf, expected_inf = torch.tensor([found_before]), torch.tensor([found_before])
     multi_tensor_unscale_copy_reference(inputs, right, expected_inf, factor)
-    answer(inputs, outputs, found_inf, factor)
+    answer(list(inputs), list(outputs), found_inf, factor)  # what it does to the lists themselves is lost
     if not all(map(_same, inputs, kept)):
         return "it changes the inputs: write only to the outputs, such as output.copy_(…)."
     if fault := _copy_fault(outputs, right):
@@ -313,7 +326,7 @@ def _copy_fault(outputs: list[Tensor], right: list[Tensor]) -> str | None:
         if _same(output, expected):
             continue
         if bool((output == 7).all()):
-            return "the outputs did not change: write into them in place, output.copy_(…) or output[:] = …."
+            return "an output did not change: write into each of them in place, such as output.copy_(…)."
         lost = (output == 0) & (expected != 0)
         if bool(lost.any()):
             number = expected[lost][0].item()

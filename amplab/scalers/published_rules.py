@@ -330,7 +330,8 @@ class DeepSpeedScale:
 
     Sync: one for each step, if found_inf is on a device.
 
-    Reference: ``deepspeed.runtime.fp16.loss_scaler.DynamicLossScaler.update_scale``.
+    Reference: ``deepspeed.runtime.fp16.loss_scaler.DynamicLossScaler.update_scale`` of DeepSpeed 0.19.8; older versions
+    (0.15.4) grow one clean step earlier.
 
     >>> rule = DeepSpeedScale()
     >>> state = rule.next(rule.start(), found_inf=True)

@@ -22,6 +22,13 @@ def scaled(model, optimizer, loss, scale, *, factor=1.0):
     optimizer.step()
 
 
+def divides_the_learning_rate(_model, optimizer, loss, scale):
+    (loss * scale).backward()
+    for group in optimizer.param_groups:
+        group["lr"] /= scale
+    optimizer.step()
+
+
 def divides_by_1024(model, optimizer, loss, scale):
     (loss * scale).backward()
     for parameter in model.parameters():
@@ -117,6 +124,7 @@ def test_check_sum(answer, said: str) -> None:
         (forgets_to_scale, "too little"),
         (forgets_the_step, "optimizer.step()"),
         (lambda *step: scaled(*step, factor=3.0), "0.33 times"),
+        (divides_the_learning_rate, "other gradients"),
         (divides_by_1024, "wrong for 4,096"),
         (lambda: None, "TypeError"),
         (3, "not a function"),

@@ -70,6 +70,29 @@ def asks_the_inputs(inputs, outputs, found_inf, inv_scale):
         found_inf.fill_(1.0)
 
 
+def asks_the_largest(inputs, outputs, found_inf, inv_scale):
+    unchecked(inputs, outputs, found_inf, inv_scale)
+    if not all(output.max().isfinite() for output in outputs):
+        found_inf.fill_(1.0)
+
+
+def asks_the_last_number(inputs, outputs, found_inf, inv_scale):
+    unchecked(inputs, outputs, found_inf, inv_scale)
+    if not all(output[-1].isfinite() for output in outputs):
+        found_inf.fill_(1.0)
+
+
+def takes_two(inputs, outputs, found_inf, inv_scale):
+    unscale_copy(inputs[:2], outputs[:2], found_inf, inv_scale)
+
+
+def other_tensors(inputs, outputs, found_inf, inv_scale):
+    """Slices of a list are copies: the caller's tensors stay as they were."""
+    copies = [torch.empty_like(output) for output in outputs]
+    unscale_copy(inputs, copies, found_inf, inv_scale)
+    outputs[:] = copies
+
+
 def nothing(inputs, outputs, found_inf, inv_scale):
     pass
 
@@ -104,6 +127,9 @@ def test_the_solution_is_right(check, answer):
         (lesson.check_schema, SCHEMA.replace("[] inputs", " inputs"), "inputs is Tensor now"),
         (lesson.check_schema, SCHEMA.replace("b!", "a!"), "the same letter"),
         (lesson.check_schema, SCHEMA.replace("()", "Tensor"), "returns nothing"),
+        (lesson.check_schema, SCHEMA.replace("Tensor inv", "Tensor(b) inv"), "Only add the marks"),
+        (lesson.check_schema, SCHEMA.replace("Tensor[]", "Tensor(a)[]"), "Only add the marks"),
+        (lesson.check_schema, SCHEMA.replace("Tensor inv_scale", "*, Tensor inv_scale=None"), "Only add the marks"),
         (lesson.check_unscale_copy, ..., "Not answered"),
         (lesson.check_unscale_copy, 3, "3 is not a function: write def answer"),
         (lesson.check_unscale_copy, rounded_to_half, "rounded to half"),
@@ -112,6 +138,10 @@ def test_the_solution_is_right(check, answer):
         (lesson.check_unscale_copy, only_inf, "[[1.0, nan]]"),
         (lesson.check_unscale_copy, forgets_an_earlier_call, "found_inf is 0 for inputs [[1.0, 2.0]]. It was 1 before"),
         (lesson.check_unscale_copy, asks_the_sum, "found_inf is 1 for inputs [[65504.0, 65504.0]]. All of them are"),
+        (lesson.check_unscale_copy, asks_the_largest, "-inf"),
+        (lesson.check_unscale_copy, asks_the_last_number, "found_inf is 0"),
+        (lesson.check_unscale_copy, takes_two, "an output did not change"),
+        (lesson.check_unscale_copy, other_tensors, "an output did not change"),
         (lesson.check_unscale_copy, in_place, "changes the inputs"),
         (lesson.check_unscale_copy, nothing, "did not change"),
         (lesson.check_unscale_copy, unscaled_twice, "expected"),
