@@ -215,7 +215,9 @@ def _fault_inside(step: Callable[[nn.Module, Optimizer, Tensor, float], object],
     arrived: list[float] = []
     given: list[Tensor] = []
     loss.register_hook(lambda gradient: arrived.append(gradient.item()))
-    optimizer.register_step_pre_hook(lambda *_: given.extend(g.clone() for p in parameters if (g := p.grad) is not None))
+    optimizer.register_step_pre_hook(
+        lambda *_: given.extend(each.grad.clone() for each in parameters if each.grad is not None)
+    )
     step(model, optimizer, loss, scale)
     if arrived != [scale]:
         return "the backward pass had no scale; call `(loss * scale).backward()`."
