@@ -2,7 +2,7 @@
 
 import contextlib
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from functools import partial
 from pathlib import Path
 
@@ -54,12 +54,15 @@ class Loop:
 
 
 def interrupted_loops(
-    make: Callable[[], Loop], call: Callable[[Loop], object], every: int
+    make: Callable[[], Loop],
+    call: Callable[[Loop], object],
+    every: int,
+    folders: Collection[str] = (f"{PACKAGE}/amp/pytorch",),
 ) -> Iterator[tuple[Interrupt, Loop]]:
-    """Yield a new loop for each point of the scaler at which `call` is interrupted."""
+    """Yield a new loop for each point of some folders at which `call` is interrupted."""
     for at in itertools.count(1, every):
         loop = make()
-        interrupt = interrupted(partial(call, loop), at, folders=[f"{PACKAGE}/amp/pytorch"])
+        interrupt = interrupted(partial(call, loop), at, folders=folders)
         if interrupt is None:
             return
         yield interrupt, loop
@@ -109,6 +112,37 @@ def test_the_next_iteration_is_right_wherever_the_last_was_interrupted(kind, exp
         loop.iterate()  # no step of 65536, and no "already been called"
         assert loop.steps == {each + 1 for each in before}, interrupt
         assert loop.scaler.get_scale() == 2.0**16
+    assert tried > 60 / every
+
+
+def first(kind: str) -> Loop:
+    """Return a loop after its first backward: the scaler has not read the parameters."""
+    loop = Loop(kind)
+    loop.backward()
+    return loop
+
+
+def grown(kind: str) -> Loop:
+    """Return a loop after the backward with which another group begins to train."""
+    loop = Loop(kind)
+    loop.iterate()
+    loop.params.append(nn.Parameter(torch.full((2,), -0.25)))
+    loop.optimizer.add_param_group({"params": loop.params[-1:]})
+    loop.backward()
+    return loop
+
+
+@EVERY
+@pytest.mark.parametrize("kind", MAKERS)
+@pytest.mark.parametrize("make", [first, grown])
+def test_new_parameters_are_unscaled_wherever_the_iteration_before_was_interrupted(make, kind, every):
+    folders = [f"{PACKAGE}/amp/pytorch", f"{PACKAGE}/kernels", f"{PACKAGE}/scalers"]
+    tried = 0
+    for interrupt, loop in interrupted_loops(partial(make, kind), Loop.finish, every, folders):
+        tried += 1
+        expected = [param.detach() - 0.25 for param in loop.params]
+        loop.iterate()
+        assert all(map(torch.equal, loop.params, expected)), interrupt
     assert tried > 60 / every
 
 

@@ -71,7 +71,7 @@ class OptimizerGradients:
                 raise AssertionError(
                     f"expected param to be torch.Tensor, got {type(param).__name__}: give the optimizer parameters."
                 )
-        self._listed = list(listed)
+        self._listed = []  # until all is read, so that the next call reads it after an interrupt
         self._names = _names(groups)
         self.params = tuple({id(param): param for param in listed}.values())
         self.parameter_list = ParameterList(self.params)
@@ -79,6 +79,7 @@ class OptimizerGradients:
         self.rank_groups = rank_groups(self.params)
         if self.rank_groups:  # a flat buffer has no DTensor as its part
             self.combined, self.unscaler = None, Unscaler()
+        self._listed = list(listed)
         return True
 
     def agreed(self, verdicts: FoundInf, none_here: Tensor) -> FoundInf:

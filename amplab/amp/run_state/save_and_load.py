@@ -21,8 +21,8 @@ A run with sharded parameters (FSDP2) is saved as a folder, by all ranks togethe
 """
 
 import os
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain
@@ -181,15 +181,18 @@ def load_run_state(
     if not own:
         notes = (*notes, "saved by fewer ranks: the random states of this rank are not restored")
 
-    def load() -> None:
+    def load_values(undo: _Undo) -> None:
         with DeferredSignals():  # torch collects what a handler raises where it copies weights, in a RuntimeError
             _load(state, models, optimizers, session, scaler, undo)
 
-    with _undone_on_error(path) as undo:
+    def load(undo: _Undo) -> None:
+        load = partial(load_values, undo)
         on_every_rank(load) if is_run_folder(path) else load()
         if own:
             undo.append(partial(restore_rng, capture_rng()))
             restore_rng(state["rng"])
+
+    _undo_on_error(load, path)
     return RunState(state["position"], state["extra"], notes)
 
 
@@ -197,17 +200,19 @@ _Undo = list[Callable[[], object]]
 """What takes back each part that has been loaded, in the order of loading."""
 
 
-@contextmanager
-def _undone_on_error(path: Path) -> Iterator[_Undo]:
-    """Take back everything that the block has loaded if it raises, as a hook or an extra state of a module can.
+def _undo_on_error(load: Callable[[_Undo], object], path: Path) -> None:
+    """Take back everything that `load` has loaded if it raises, as a hook or an extra state of a module can.
 
     Raises:
-        RunStateError: the block raised an exception.
+        RunStateError: it raised an exception.
     """
     undo: _Undo = []
+    signals = DeferredSignals()
     try:
-        yield undo
+        signals.admit()
+        load(undo)
     except BaseException as error:
+        signals.waits = True  # a second one must not stop this
         for take_back in reversed(undo):
             take_back()
         if isinstance(error, RunStateError) or is_interrupt(error):
@@ -216,6 +221,9 @@ def _undone_on_error(path: Path) -> Iterator[_Undo]:
             f"{path} cannot be loaded into the arguments, and nothing was loaded: {type(error).__name__}: {error}. "
             "Create models, optimizers and scaler as in the saved run, or read parts of the file with torch.load."
         ) from error
+    finally:
+        signals.waits = True
+        signals.end()
 
 
 def _load(

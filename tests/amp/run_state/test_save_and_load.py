@@ -377,3 +377,33 @@ def test_a_learning_rate_of_numpy_is_saved_as_a_number(tmp_path):
     amp.load_run_state(tmp_path / "run.pt", optimizer=other)
     assert other.param_groups[0]["lr"] == 0.3 * 0.9
     assert type(other.param_groups[0]["lr"]) is float
+
+
+class Interrupted(nn.Linear):
+    """A layer that meets Ctrl-C at some of the calls that load it."""
+
+    at: tuple[int, ...] = ()
+    calls = 0
+
+    def load_state_dict(self, *args, **kwargs):
+        self.calls += 1
+        if self.calls in self.at:
+            signal.raise_signal(signal.SIGINT)
+        return super().load_state_dict(*args, **kwargs)
+
+
+@pytest.mark.parametrize("at", [(1,), (1, 2), (2,)])
+def test_a_load_that_is_interrupted_loads_all_or_nothing(tmp_path, at):
+    """The second call takes the values back; a second Ctrl-C waits for its end."""
+    saved, now = Interrupted(4, 4), Interrupted(4, 4)
+    amp.save_run_state(tmp_path / "run.pt", model=saved, optimizer=OPTIMIZERS["sgd"](saved.parameters()))
+    before, now.at = copy.deepcopy(now.state_dict()), at
+    optimizer = torch.optim.SGD(now.parameters(), lr=7.0)
+    if 1 in at:
+        with pytest.raises(KeyboardInterrupt):
+            amp.load_run_state(tmp_path / "run.pt", model=now, optimizer=optimizer)
+    else:
+        amp.load_run_state(tmp_path / "run.pt", model=now, optimizer=optimizer)
+    expected = before if 1 in at else saved.state_dict()
+    assert all(torch.equal(value, expected[name]) for name, value in now.state_dict().items())
+    assert optimizer.param_groups[0]["lr"] == (7.0 if 1 in at else 0.05)
