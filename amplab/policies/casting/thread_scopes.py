@@ -266,7 +266,10 @@ class Scope:
 
     def _end(self, thread: CastingThread) -> None:
         """Undo `_begin`. The scope is listed until all is undone, so that `drop_ended` finishes what is interrupted."""
-        scopes, mode, engine = thread.scopes, self.mode, self.engine
+        scopes = thread.scopes
+        if self in scopes[:-1]:
+            self._hand_over_mode(scopes)
+        mode, engine = self.mode, self.engine
         if mode is not None:
             mode.engine.withdraw(mode)
         if scopes and scopes[-1] is self and self._outer is not None:
@@ -284,6 +287,13 @@ class Scope:
             if scope.engine is engine:
                 return
         engine.clear_cache()
+
+    def _hand_over_mode(self, scopes: list[Scope]) -> None:
+        """Give the mode to the next scope that casts with it, which ends later: blocks of two coroutines overlap."""
+        for scope in scopes[scopes.index(self) + 1 :]:
+            if scope.engine is self.engine is not None and scope.mode in (None, self.mode):
+                scope.mode, self.mode = self.mode, None
+                return
 
 
 class ScopeOfMode(Scope):

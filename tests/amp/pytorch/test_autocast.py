@@ -1,8 +1,10 @@
 """autocast against torch.autocast: regions, nesting, threads, caches, and what torch's own gets wrong."""
 
+import asyncio
 import contextlib
 import copy
 import pickle
+import random
 import threading
 
 import pytest
@@ -142,6 +144,36 @@ def test_regions_may_end_in_any_order():
     first.__exit__(None, None, None)
     assert dtype() is BFLOAT16
     second.__exit__(None, None, None)
+
+
+@pytest.mark.parametrize("number", range(20))
+def test_whichever_region_ends_the_last_of_those_that_are_open_casts(number):
+    draw, regions, now = random.Random(number), [], []
+    for _ in range(40):
+        if regions and draw.random() < 0.5:
+            region, _ = regions.pop(draw.randrange(len(regions)))
+            region.__exit__(None, None, None)
+        else:
+            cast_to = draw.choice((HALF, BFLOAT16, torch.float32))
+            regions.append((amplab.autocast("cpu", cast_to, enabled=cast_to is not torch.float32), cast_to))
+            regions[-1][0].__enter__()
+        now.append((dtype(), regions[-1][1] if regions else torch.float32))
+    for region, _ in regions:
+        region.__exit__(None, None, None)
+    assert all(found is expected for found, expected in now), now
+
+
+def test_the_regions_of_two_coroutines_overlap():
+    async def cast(seconds):
+        with amplab.autocast("cpu", HALF):
+            before = dtype()
+            await asyncio.sleep(seconds)
+            return before, dtype()
+
+    async def both():
+        return await asyncio.gather(cast(0.01), cast(0.05))
+
+    assert asyncio.run(both()) == [(HALF, HALF), (HALF, HALF)]
 
 
 def test_queries_answer_and_torchs_flags_stay():
