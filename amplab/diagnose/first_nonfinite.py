@@ -324,24 +324,41 @@ class _Rerun:
         """Return the largest power of two below the scale at which the step is finite; None if 1 is too large.
 
         Args:
-            too_large_by: the least factor by which the scale must fall, known from one value of backward. It saves a
-                run if that value decides. None if it is unknown.
+            too_large_by: the least factor by which the scale must fall, known from one value of backward. It saves
+                runs if that value decides. None if it is unknown.
         """
         most = self._setting.loss_scale
         if most <= 1:
             return None
-        scale = 1.0 if too_large_by is None else _power_below(min(most / too_large_by, most / 2))
+        largest = 2.0 ** (math.ceil(math.log2(most)) - 1)
+        if too_large_by is not None:
+            largest = min(largest, _power_below(most / too_large_by))
+        scale = 1.0 if too_large_by is None else largest
         found = self._headroom(scale)
         if scale > 1 and not found.result.is_finite:
-            scale, found = 1.0, self._headroom(1.0)
+            largest, scale, found = scale / 2, 1.0, self._headroom(1.0)
         if found.factor is None:
             return None
-        fits, tried = _power_below(min(scale * found.factor, most / 2)), scale
-        for _ in range(_TRIES):
-            if fits <= tried or self.result(loss_scale=fits).is_finite:
-                break
-            fits /= 2
-        return max(fits, tried)
+        return self._largest_finite(scale, largest, _power_below(min(scale * found.factor, largest)))
+
+    def _largest_finite(self, finite: float, largest: float, expected: float) -> float:
+        """Return the largest power of two from `finite` to `largest` at which the step is finite.
+
+        A step may be finite far above `expected`: a double backward, or x ** 3, also writes values in backward that do
+        not grow with the scale, and one of these may be the nearest to the end of its format. So after `expected` and
+        its neighbours the rest is searched by halves.
+        """
+        low, high, first = (round(math.log2(each)) for each in (finite, largest, expected))
+        tries = [first - 1, first + 1, first]
+        while low < high:
+            tried = tries.pop() if tries else (low + high + 1) // 2
+            if not low < tried <= high:
+                continue
+            if self.result(loss_scale=2.0**tried).is_finite:
+                low = tried
+            else:
+                high = tried - 1
+        return 2.0**low
 
     def _headroom(self, loss_scale: float) -> Headroom:
         return headroom(self._model, self._step, casting=self._setting.casting(), loss_scale=loss_scale)
@@ -356,7 +373,8 @@ def _overflow_of_cast(record: OpRecord, inputs: tuple[TensorSummary, ...]) -> fl
     """Return by what factor the input of a cast leaves the range of its output; None for other ops."""
     if not record.is_cast or not inputs or not inputs[-1].is_finite:
         return None
-    return inputs[-1].absmax / torch.finfo(record.outputs[0].dtype).max
+    to = torch.finfo(record.outputs[0].dtype)
+    return inputs[-1].absmax / (to.max * (1 + to.eps / 4))  # which still rounds to the largest number
 
 
 def _first_nonfinite_index(tensor: Tensor) -> tuple[int, ...]:
@@ -364,9 +382,6 @@ def _first_nonfinite_index(tensor: Tensor) -> tuple[int, ...]:
     if tensor.layout is not torch.strided or tensor.is_nested:
         return ()
     return tuple(next(iter((~tensor.detach().isfinite()).nonzero().tolist()), ()))
-
-
-_TRIES = 3
 
 
 class _Seen(NamedTuple):

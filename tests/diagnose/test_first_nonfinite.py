@@ -148,6 +148,56 @@ def test_the_scale_that_fits_is_found_from_wherever_the_overflow_began(through, 
         assert (found.cause, found.fitting_scale) == ("scale", fits[-1])
 
 
+def with_penalty(loss, out, x):
+    """A double backward: the first one writes values that do not grow with the scale."""
+    (slope,) = torch.autograd.grad(out.float().sum(), x, create_graph=True)
+    return loss + (slope.norm(dim=1) - 1).square().mean()
+
+
+def with_cubes(loss, out, x):
+    """Backward computes 3 out ** 2, which does not grow with the scale."""
+    return loss + (out * 16).half().pow(3).float().mean() * 1e-4
+
+
+@pytest.mark.parametrize("term", [with_penalty, with_cubes])
+@pytest.mark.parametrize("depth", [1, 2])
+@pytest.mark.parametrize("region", [amplab.autocast, torch.autocast])
+def test_the_scale_that_fits_is_found_past_values_that_do_not_grow_with_it(term, depth, region):
+    torch.manual_seed(0)
+    hidden = [each for _ in range(depth) for each in (nn.Linear(16, 16), nn.Tanh())]
+    model, (x, y) = nn.Sequential(*hidden, nn.Linear(16, 4)), batch()
+
+    def loss_fn():
+        given = x.clone().requires_grad_()
+        with region("cpu", torch.float16):
+            out = model(given)
+            return term(F.cross_entropy(out, y), out, given)
+
+    found = first_nonfinite(model, step=loss_fn, loss_scale=2.0**24)
+    assert (found.cause, found.fitting_scale) == ("scale", largest_finite(model, loss_fn, 24))
+
+
+@pytest.mark.parametrize("scale", [100_000.0, 2.0**20 * 1.001, 3e8])
+def test_the_largest_power_of_two_may_be_more_than_half_of_the_scale(scale):
+    model, fits = nn.Linear(1, 1), 2.0 ** math.floor(math.log2(scale))
+    x = torch.full((1, 1), 65504 / fits)
+
+    def loss_fn():
+        return (model(x).half().float() * x).sum()
+
+    found = first_nonfinite(model, step=loss_fn, loss_scale=scale)
+    assert (found.cause, found.fitting_scale) == ("scale", fits)
+
+
+def largest_finite(model, loss_fn, exponent):
+    """The largest power of two below 2 ** exponent at which every gradient is finite, of all of them."""
+    fits = []
+    for scale in (2.0**k for k in range(exponent)):
+        grads = torch.autograd.grad(loss_fn() * scale, list(model.parameters()), allow_unused=True)
+        fits += [scale] if all(grad.isfinite().all() for grad in grads if grad is not None) else []
+    return max(fits)
+
+
 def test_a_static_scale_that_overflows_is_an_error():
     model, (x, y) = scores(), batch()
     session = Session()
