@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -181,10 +181,14 @@ class StepRerun:
 
     @leaves_as_found
     def first_nonfinite(self, loss_scale: float, loss: float | None = None) -> FirstNonfinite | None:
-        """Run the kept step again at its scale, batch by batch; return None if every batch is finite.
+        """Run the kept step again, batch by batch; return None if every batch is finite.
 
-        Of several ranks each runs its own batches, without the others. It takes as long as 3 to 6 steps, or 25 if a
-        step takes microseconds.
+        The report is about the whole step. A batch that no scale mends comes before those with too large a scale; of
+        these the first one is reported, with the largest scale at which all batches are finite. So the first batch runs
+        at the scale of the step, and each later one at the scale that fits all before.
+
+        Of several ranks each runs its own batches, without the others. It takes as long as 3 to 7 steps, and up to 6
+        more after a double backward, or 25 if a step takes microseconds.
 
         Args:
             loss_scale: the scale of the step.
@@ -195,29 +199,40 @@ class StepRerun:
                 to; the loss is another one, or may be, since code has changed what it keeps.
             NeedsOtherRanks: It waits for other ranks, which may not run the step again.
 
-        Sync: as many as several steps, for each batch up to the first that is not finite.
+        Sync: as many as several steps, for each batch up to the first that no scale mends.
         """
         if exchanging := exchanges_in_forward(self._model):
             raise NeedsOtherRanks(
                 f"{exchanging} exchanges values with the other ranks in its forward. On one rank alone it would wait."
             )
+        first: FirstNonfinite | None = None
+        fits = loss_scale
         for begun in tuple(self._begun):
-            if begun.is_written:
-                raise CannotRunAgain(
-                    "its batch was written to after the loop got it, as x.div_(255) writes to x, so that it is not as "
-                    "it was. Write x = x / 255."
-                )
-            run = ForwardAgain(begun, self._code.now())
-            with Undo() as undo:
-                self._begin_again(begun, run, undo)
-                found = self._first_nonfinite(run, loss_scale)
-            if self._loop_in_autocast and run.in_autocast is False:
-                raise CannotRunAgain(self._outside())
-            is_comparable = len(self._begun) == 1 and this_rank() is None  # a forward may use values of other ranks
-            self._check_is_the_step(run, loss if is_comparable else None, is_finite=found is None)
-            if found is not None:
+            found = self._batch_again(begun, fits, loss)
+            if found is None:
+                continue
+            if found.cause not in ("scale", "state"):
                 return found
-        return None
+            fits = found.fitting_scale or fits
+            first = found if first is None or first.cause == "state" else first
+        return first if first is None or first.cause == "state" else replace(first, fitting_scale=fits)
+
+    def _batch_again(self, begun: BegunForward, loss_scale: float, loss: float | None) -> FirstNonfinite | None:
+        """Run one batch again at a scale; arguments and exceptions as for `first_nonfinite`."""
+        if begun.is_written:
+            raise CannotRunAgain(
+                "its batch was written to after the loop got it, as x.div_(255) writes to x, so that it is not as "
+                "it was. Write x = x / 255."
+            )
+        run = ForwardAgain(begun, self._code.now())
+        with Undo() as undo:
+            self._begin_again(begun, run, undo)
+            found = self._first_nonfinite(run, loss_scale)
+        if self._loop_in_autocast and run.in_autocast is False:
+            raise CannotRunAgain(self._outside())
+        is_comparable = len(self._begun) == 1 and this_rank() is None  # a forward may use values of other ranks
+        self._check_is_the_step(run, loss if is_comparable else None, is_finite=found is None)
+        return found
 
     def _check_is_the_step(self, run: ForwardAgain, loss: float | None, *, is_finite: bool) -> None:
         """Raise CannotRunAgain if a run was not that of the loop, as far as its loss and its code show."""

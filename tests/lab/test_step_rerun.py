@@ -1,10 +1,12 @@
 """Where nothing skips, a step is run again before it is taken: its batch and its weights are as they were."""
 
 import math
+import random
 
 import pytest
 import torch
 from torch import nn
+from torch.nn import functional as F
 
 import amplab
 from amplab import amp
@@ -108,6 +110,54 @@ def test_any_batch_of_a_step_that_accumulates_is_found(scaling, bad):
     amp.reset()
     assert [record.skipped for record in w.history.records()] == [False, True]
     assert (w.findings()[0].name, w.failures) == ("nonfinite-batch", ())
+
+
+@pytest.mark.parametrize("region", [torch.autocast, amplab.autocast])
+@pytest.mark.parametrize("scaling", [torch.amp.GradScaler, amplab.GradScaler])
+@pytest.mark.parametrize("seed", range(6))
+def test_an_explanation_is_about_all_batches_of_a_step(scaling, region, seed, with_budget):
+    """Against every scale: steps of one to four batches, one of which is large or holds NaN."""
+    torch.manual_seed(seed)
+    draw = random.Random(seed)
+    number = 1 + (seed + 3) % 4
+    model = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 4))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    scaler = scaling("cpu", init_scale=2.0 ** draw.choice([20, 24]))
+    given = [(torch.randn(5, 8), torch.randn(5, 4)) for _ in range(2 * number)]
+    bad, has_nan = draw.randrange(number), seed % 2
+    given[bad][1].mul_(draw.choice([30.0, 300.0, 3000.0]))
+    given[number + bad][0][0, 0] = math.nan if has_nan else 1.0
+
+    def loss_of(pair):
+        with region("cpu", torch.float16):
+            return F.mse_loss(model(pair[0]), pair[1]) / number
+
+    scales = []
+    with watch(model, optimizer, scaler=scaler, step=loss_of) as w:
+        for place, pair in enumerate(w.batches(given)):
+            scaler.scale(w.loss(loss_of(pair))).backward()
+            if place % number == number - 1:
+                scales.append(scaler.get_scale())
+                scaler.step(optimizer)
+                scaler.update()
+                optimizer.zero_grad()
+    explanations = w.history.explanations
+    assert w.failures == ()
+    assert [*explanations] == [record.step for record in w.history.records() if record.skipped]
+    for step, why in explanations.items():
+        batches_of_step = given[step * number : (step + 1) * number]
+        fits = largest_finite(loss_of, batches_of_step, [*model.parameters()], below=scales[step])
+        assert (why.fits, why.kind == "data", "holds NaN" in why.sentence) == (fits, fits is None, fits is None)
+    assert (1 in explanations and explanations[1].kind == "data") == has_nan
+
+
+def largest_finite(loss_of, given, parameters, below):
+    """The largest power of two at which the gradients of every batch, and their sum, are finite; None if none is."""
+    for scale in (2.0**k for k in range(int(math.log2(below)) - 1, -1, -1)):
+        grads = [torch.autograd.grad(loss_of(each) * scale, parameters) for each in given]
+        if all(sum(several).isfinite().all() for several in zip(*grads, strict=True)):
+            return scale
+    return None
 
 
 def test_a_step_without_gradients_is_not_a_skipped_one():
