@@ -100,7 +100,7 @@ class FirstNonfinite:
         output: the summary of what the op wrote.
         chain: the ops from there to the result.
         fitting_scale: the largest power of two, below the scale of the step, at which the step is finite in a run;
-            None if there is none.
+            None if there is none from 1 up.
         in_bfloat16: whether the step is finite in bfloat16; None if it did not run.
         in_float32: the result in float32; None if it did not run.
         kind: see `Blame`.

@@ -50,7 +50,9 @@ class SkipExplanation:
         step: Number of the step.
         kind: One of `SKIP_KINDS`.
         sentence: What was too large and which loss scale fits, in one sentence.
-        fits: Largest power of two, as a loss scale, at which the step is finite; None if a smaller scale does not help.
+        fits: Largest power of two, as a loss scale, at which the step is finite, that is, each of its batches; None if
+            no scale from 1 up helps. Gradients of float16 parameters, accumulated without masters, may overflow in
+            their sum all the same.
         op: The op that made the first inf or NaN; "" if a tensor held it before the step.
         module: Its module, or "".
         line: The line of code that called it, `file.py:12`, or "".

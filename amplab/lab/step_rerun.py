@@ -185,7 +185,8 @@ class StepRerun:
 
         The report is about the whole step. A batch that no scale mends comes before those with too large a scale; of
         these the first one is reported, with the largest scale at which all batches are finite. So the first batch runs
-        at the scale of the step, and each later one at the scale that fits all before.
+        at the scale of the step, and each later one at the scale that fits all before. Their gradients are not added: a
+        sum of float16 gradients that overflows alone is not found.
 
         Of several ranks each runs its own batches, without the others. It takes as long as 3 to 7 steps, and up to 6
         more after a double backward, or 25 if a step takes microseconds.
