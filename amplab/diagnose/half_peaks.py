@@ -20,7 +20,7 @@ from torch import Tensor
 from amplab.diagnose.observed_step.values import writes_values
 from amplab.formats import FLOAT16
 from amplab.formats.stored_values import has_values, stored_values
-from amplab.trace.dispatch_mode import DispatchMode
+from amplab.trace.dispatch_mode import DispatchMode, run_op
 
 __all__ = ["HalfPeaks", "PeakTrend"]
 
@@ -147,7 +147,7 @@ class _Peaks(DispatchMode):
 
     def run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         usual = _all_usual(args)  # before an op in place writes
-        result = func(*args, **kwargs)
+        result = run_op(func, args, kwargs)
         if writes_values(func) and _is_dense(result) and result.dtype == torch.float16 and result.numel():
             in_backward = torch._C._current_autograd_node() is not None
             size = stored_values(result.detach()).abs().float()

@@ -29,7 +29,7 @@ from amplab.policies.casting.function_modes import without_function_modes
 from amplab.policies.nested_tensors import map_tensors
 from amplab.trace.argument_checks import check_loss, check_step
 from amplab.trace.as_found import leaves_as_found
-from amplab.trace.dispatch_mode import DispatchMode
+from amplab.trace.dispatch_mode import DispatchMode, run_op
 from amplab.trace.engines import clear_cast_caches
 from amplab.trace.untouched import untouched
 
@@ -265,7 +265,7 @@ class _Backward(DispatchMode):
         self.measured = Measurements()
 
     def run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        result = func(*args, **kwargs)
+        result = run_op(func, args, kwargs)
         if _current_node() is not None and not torch.is_grad_enabled() and writes_values(func):
             with without_function_modes():
                 self.measure((result,))
@@ -312,9 +312,9 @@ class _OtherFormat(DispatchMode):
 
     def run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if func.is_view:  # a view uses the same memory
-            return func(*args, **kwargs)
+            return run_op(func, args, kwargs)
         args, kwargs = map_tensors((args, kwargs), self._cast)
-        return func(*map(self._asked, args), **{name: self._asked(value) for name, value in kwargs.items()})
+        return run_op(func, tuple(map(self._asked, args)), {name: self._asked(value) for name, value in kwargs.items()})
 
     def _cast(self, tensor: Tensor) -> Tensor:
         return tensor.to(self._dtype) if tensor.dtype in LOW_PRECISION_DTYPES - {self._dtype} else tensor

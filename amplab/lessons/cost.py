@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from amplab.trace.dispatch_mode import DispatchMode
+from amplab.trace.dispatch_mode import DispatchMode, run_op
 
 __all__ = ["milliseconds", "operators_called"]
 
@@ -19,7 +19,7 @@ class _Counter(DispatchMode):
 
     def run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         self.calls += 1
-        return func(*args, **kwargs)
+        return run_op(func, args, kwargs)
 
 
 def operators_called(function: Callable[[], object]) -> int:

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from amplab.parallel.ranks import NeedsOtherRanks
-from amplab.trace.dispatch_mode import DispatchMode
+from amplab.trace.dispatch_mode import DispatchMode, run_op
 
 __all__ = ["NoCollectives"]
 
@@ -34,7 +34,7 @@ class NoCollectives(DispatchMode):
                 "for the others: expected a step with the values of this rank only; leave the collective out of what "
                 "the tool is given as loss, step or train_step."
             )
-        return func(*args, **kwargs)
+        return run_op(func, args, kwargs)
 
 
 def _is_of_one_rank(given: tuple[Any, ...]) -> bool:

@@ -1,20 +1,33 @@
-"""`DispatchMode`: the base of the modes that intercept every aten op, also those of autograd's backward."""
+"""`DispatchMode`: the base of the modes that intercept every aten op, also those of autograd's backward.
 
+`run_op` runs an op in a mode as it runs without one.
+"""
+
+import functools
 import gc
 import os
 import sys
 import time
+from collections.abc import Iterable
 from threading import get_ident
 from typing import Any
 
 import torch
-from torch._C import _get_dispatch_mode, _TorchDispatchModeKey
+from torch._C import (
+    DispatchKey,
+    _dispatch_has_kernel,
+    _dispatch_has_kernel_for_dispatch_key,
+    _get_dispatch_mode,
+    _is_any_autocast_enabled,
+    _TorchDispatchModeKey,
+)
 from torch._C._dynamo.guards import set_is_in_mode_without_ignore_compile_internals
-from torch._ops import HigherOrderOperator
+from torch._ops import HigherOrderOperator, OpOverload
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils import _python_dispatch
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack, _pop_mode, _push_mode
 
-__all__ = ["INTO_GRAD", "DispatchMode", "current_backward", "drop_ended"]
+__all__ = ["INTO_GRAD", "DispatchMode", "current_backward", "drop_ended", "run_op"]
 
 current_backward = torch._C._current_graph_task_id
 """Number of the backward whose hook or node calls; -1 outside of one."""
@@ -24,6 +37,16 @@ INTO_GRAD = "torch::autograd::AccumulateGrad"
 
 _TRACERS = _TorchDispatchModeKey.FAKE, _TorchDispatchModeKey.PROXY, _TorchDispatchModeKey.FUNCTIONAL
 """Modes whose tensors have no values: an error in one of their ops may end the process."""
+
+_AUTOCASTS = DispatchKey.AutocastCPU, DispatchKey.AutocastCUDA
+_is_off, _switch_off = torch._C._dispatch_tls_is_dispatch_key_excluded, torch._C._dispatch_tls_set_dispatch_key_excluded
+
+_CAST_BEFORE = frozenset((torch.ops.aten._euclidean_dist.default,))
+"""Ops that only casts of torch.autocast call, of `torch.cdist`: nothing in them is cast again.
+
+Whether `torch.pinverse`, which casts, or `torch.linalg.pinv`, which does not, has called the op of both is not known:
+in a mode, both return what the second one returns.
+"""
 
 _FLAGS = {
     "old_dispatch_mode_flags": "_is_in_torch_dispatch_mode",
@@ -44,11 +67,11 @@ _references = -1  # to the class torch.inference_mode while no block is open
 class DispatchMode(TorchDispatchMode):
     """A dispatch mode that can be entered without importing the compiler, which takes seconds.
 
-    A subclass implements `run`. A mode is entered once; modes may end in any order. There are three places where a mode
-    cannot be taken off: another thread, which closes the generator in which the mode was entered; a hook that a
-    backward calls, since after the hook autograd restores the modes with which the backward began; and a block of
-    ``torch.inference_mode`` that has begun since: its end restores that there is a mode, and without one each op would
-    raise. A mode that ends there runs ops as they are until `drop_ended` in its own thread.
+    A subclass implements `run`, which runs ops by `run_op`. A mode is entered once; modes may end in any order. There
+    are three places where a mode cannot be taken off: another thread, which closes the generator in which the mode was
+    entered; a hook that a backward calls, since after the hook autograd restores the modes with which the backward
+    began; and a block of ``torch.inference_mode`` that has begun since: its end restores that there is a mode, and
+    without one each op would raise. A mode that ends there runs ops as they are until `drop_ended` in its own thread.
 
     Reference: torch.utils._python_dispatch.TorchDispatchMode.
     """
@@ -80,8 +103,10 @@ class DispatchMode(TorchDispatchMode):
 
         Unseen, too, are higher-order operators, such as that of `torch.cond`: in one, torch takes this mode off.
         """
-        if self.has_ended or isinstance(func, HigherOrderOperator) or _traces():
+        if isinstance(func, HigherOrderOperator) or _traces(types):
             return func(*args, **(kwargs or {}))
+        if self.has_ended:
+            return run_op(func, args, kwargs or {})
         return self.run(func, args, kwargs or {})
 
     def run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -131,8 +156,41 @@ class DispatchMode(TorchDispatchMode):
         return False  # for True torch wraps the mode by a function of the compiler
 
 
-def _traces() -> bool:
-    return any(_get_dispatch_mode(key) is not None for key in _TRACERS)
+def _traces(types: Iterable[type]) -> bool:
+    """Whether a tracer is at work: its mode is on, or an op reads one of its tensors, as before the mode is on."""
+    return any(_get_dispatch_mode(key) is not None for key in _TRACERS) or any(
+        issubclass(each, FakeTensor) for each in types
+    )
+
+
+def run_op(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Run an op with which a mode was called, and cast in its kernel what torch.autocast casts there without a mode.
+
+    An op without a cast of its own, such as the fast path of a transformer layer, `torch.sparse.mm`, or a custom op,
+    calls others in its kernel, which torch.autocast casts. For a mode, torch turns autocast off.
+    """
+    uncast = _autocasts_without(func)
+    if not uncast:
+        return func(*args, **kwargs)
+    with torch._C._RestorePythonTLSSnapshot():  # type: ignore[attr-defined]  # as the code that called the op has it
+        cast_inside = [key for key in uncast if not _is_off(key)] if _is_any_autocast_enabled() else ()
+    if not cast_inside:
+        return func(*args, **kwargs)
+    for key in cast_inside:
+        _switch_off(key, False)
+    try:
+        return func(*args, **kwargs)
+    finally:
+        for key in cast_inside:
+            _switch_off(key, True)
+
+
+@functools.cache
+def _autocasts_without(func: OpOverload) -> tuple[DispatchKey, ...]:
+    """Return the autocast keys for which an op has no cast of its own; none if the op has no kernel that casts."""
+    if func.is_view or func in _CAST_BEFORE or not _dispatch_has_kernel(func.name()):
+        return ()
+    return tuple(key for key in _AUTOCASTS if not _dispatch_has_kernel_for_dispatch_key(func.name(), key.name))
 
 
 def _inference_blocks() -> frozenset[int]:

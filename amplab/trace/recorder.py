@@ -32,7 +32,7 @@ from amplab.policies.modules.module_regions import module_rule_of_op
 from amplab.policies.signals import is_interrupt
 from amplab.trace.as_found import Undo
 from amplab.trace.calls import Calls
-from amplab.trace.dispatch_mode import INTO_GRAD, DispatchMode
+from amplab.trace.dispatch_mode import INTO_GRAD, DispatchMode, run_op
 from amplab.trace.dtype_sources import DtypeSources
 from amplab.trace.engines import NO_ENGINE, REQUESTS_DTYPE, TORCH_AUTOCAST, current_table
 from amplab.trace.half_products import HalfProducts
@@ -212,7 +212,7 @@ class Recorder:
             result = accumulate_fp32(overload, args, kwargs)
         accumulated = result is not NotImplemented
         if not accumulated:
-            result = overload(*args, **kwargs)
+            result = run_op(overload, args, kwargs)
         self._note(overload, (args, kwargs), place, accumulated, before, result)
         return result
 
@@ -236,13 +236,13 @@ class Recorder:
         running = None if place.recomputed or not place.node else _current_node()
         node = None if running is None else running._sequence_nr()
         if self._safely(products.widens, overload, args, kwargs, self._explanation.accumulates, node):
-            wide = overload(*args, **kwargs)
+            wide = run_op(overload, args, kwargs)
             self._safely(products.widened, args[0], wide)
             return wide
         shown = self._safely(products.shown, args, kwargs) or (args, kwargs)
         is_inside = shown[0] is not args
         if is_inside and products.rounds(overload, args, kwargs):
-            half = overload(*args, **kwargs)
+            half = run_op(overload, args, kwargs)
             rounded = self._safely(products.rounded, args[0], half, number)
             if rounded is not None and rounded is not half:
                 if number is not None:
@@ -251,7 +251,7 @@ class Recorder:
             self._note(overload, shown, place, False, self._safely(self._before, overload, *shown), half)
             return half
         before = self._safely(self._before, overload, *shown)
-        result = overload(*args, **kwargs)
+        result = run_op(overload, args, kwargs)
         seen = self._safely(products.written, overload, shown, result) if is_inside else result
         self._note(overload, shown, place, is_inside and is_product(overload), before, seen)
         return result

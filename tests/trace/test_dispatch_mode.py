@@ -1,5 +1,6 @@
 """Modes of amplab leave the stack in any order, and leave nothing behind in what torch stores about modes."""
 
+import contextlib
 import itertools
 import threading
 
@@ -8,11 +9,12 @@ import torch
 from interrupts import interrupted_everywhere
 from torch import nn
 from torch._higher_order_ops.while_loop import while_loop
+from torch.nn import functional
 from torch.utils import _python_dispatch
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 
 import amplab
-from amplab.trace.dispatch_mode import DispatchMode
+from amplab.trace.dispatch_mode import DispatchMode, run_op
 
 
 class Own(DispatchMode):
@@ -150,3 +152,148 @@ def test_a_higher_order_operator_runs_in_a_tool_and_afterwards(tool, operator):
     torch._dynamo.reset()
     assert torch.equal(found, model(x))
     torch._dynamo.reset()  # a look of the next test begins
+
+
+class Running(DispatchMode):
+    """A mode of amplab that runs ops as its tools do."""
+
+    def run(self, func, args, kwargs):
+        return run_op(func, args, kwargs)
+
+
+@torch.library.custom_op("amplab_tests::product", mutates_args=())
+def product(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
+    return left @ right
+
+
+class Squared(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        ctx.save_for_backward(x)
+        return x @ x
+
+    @staticmethod
+    def backward(ctx, grad):
+        (x,) = ctx.saved_tensors
+        return grad @ x.t() + x.t() @ grad
+
+
+class InRegions(nn.Module):
+    """An op in a disabled region, in a region, and in another dtype."""
+
+    def forward(self, x):
+        with torch.autocast("cpu", enabled=False):
+            first = torch.linalg.pinv(x)
+        with torch.autocast("cpu", torch.float16):
+            second = product(x, x)
+        return first, second.float() @ x, torch.linalg.pinv(first)
+
+
+def attention(x):
+    torch.manual_seed(0)
+    each = x[None]
+    return nn.MultiheadAttention(8, 2, batch_first=True).eval()(each, each, each, need_weights=False)[0]
+
+
+def encoder(x):
+    torch.manual_seed(0)
+    layer = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True)
+    return nn.TransformerEncoder(layer, 2, enable_nested_tensor=False).eval()(x[None])
+
+
+COMPOSITE = {
+    "add": lambda x: x + 1,
+    "matmul": lambda x: x @ x,
+    "linear": lambda x: functional.linear(x, x, x[0]),
+    "einsum": lambda x: torch.einsum("ij,kj->ik", x, x),
+    "pinv": torch.linalg.pinv,
+    "pinv, hermitian": lambda x: torch.linalg.pinv(x + x.t(), hermitian=True),
+    "sparse.mm": lambda x: torch.sparse.mm(torch.eye(8).to_sparse(), x),
+    "bilinear": lambda x: functional.bilinear(x, x, torch.ones(3, 8, 8)),
+    "cdist": lambda x: torch.cdist(x.repeat(5, 1), x.flip(0), compute_mode="use_mm_for_euclid_dist"),
+    "matrix_power": lambda x: torch.linalg.matrix_power(x, 3),
+    "matrix_exp": lambda x: torch.linalg.matrix_exp(x / 8),
+    "conv2d": lambda x: functional.conv2d(x[None, None], x[None, None, :3, :3]),
+    "conv_transpose2d": lambda x: functional.conv_transpose2d(x[None, None], x[None, None, :3, :3], dilation=2),
+    "attention of three": lambda x: functional.scaled_dot_product_attention(x[None], x[None], x[None]),
+    "a fast path of attention": attention,
+    "a fast path of a transformer": encoder,
+    "a custom op": lambda x: product(x, x),
+    "a function of autograd": Squared.apply,
+    "regions": InRegions(),
+}
+
+
+def results(call, x, dtype, *modes):
+    with contextlib.ExitStack() as blocks:
+        for mode in modes:
+            blocks.enter_context(mode)
+        with torch.autocast("cpu", dtype):
+            found = call(x)
+            found = found if isinstance(found, tuple) else (found,)
+            taken = [each for each in found if each.requires_grad]
+            if taken and x.requires_grad:
+                found += torch.autograd.grad(sum(each.float().sum() for each in taken), x)
+    return found
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("grad", [False, True])
+@pytest.mark.parametrize("name", COMPOSITE)
+def test_torch_autocast_casts_inside_an_op_as_without_a_mode(name, grad, dtype):
+    x = torch.randn(8, 8, generator=torch.Generator().manual_seed(1)) + 4 * torch.eye(8)
+    x.requires_grad_(grad and name != "a custom op" and name != "regions")
+    with torch.set_grad_enabled(grad):
+        alone = results(COMPOSITE[name], x, dtype)
+        for modes in ([Running()], [Running(), Running()]):
+            for found, expected in zip(results(COMPOSITE[name], x, dtype, *modes), alone, strict=True):
+                assert found.dtype == expected.dtype
+                assert torch.equal(found, expected)
+
+
+def test_an_op_that_the_dispatcher_does_not_have_runs():
+    """It tells a subclass of tensors that code asks for its device."""
+    with Running():
+        assert torch.ops.prim.device.default(torch.ones(1)) == torch.device("cpu")
+        assert run_op(torch.ops.prim.device.default, (torch.ones(1),), {}) == torch.device("cpu")
+
+
+@pytest.mark.parametrize("in_batches", [False, True])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_a_watched_loop_validates_a_transformer_under_torch_autocast(dtype, in_batches):
+    """As without a watch; its fast path is an op that multiplies in its kernel."""
+
+    def losses(watch):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.TransformerEncoderLayer(8, 2, 16, batch_first=True), nn.Linear(8, 3))
+        optimizer, found = torch.optim.SGD(model.parameters(), lr=0.01), []
+        data = list(torch.randn(2, 6, 2, 8))
+        with watch(model, optimizer) as w:
+            for x in w.batches(data) if w and in_batches else data:
+                model.eval()
+                with torch.no_grad(), torch.autocast("cpu", dtype):
+                    found.append(model(x).float().sum().item())
+                model.train()
+                optimizer.zero_grad()
+                with torch.autocast("cpu", dtype):
+                    loss = model(x).float().square().mean()
+                loss.backward() if w is None else w.loss(loss).backward()
+                optimizer.step()
+        assert w is None or w.failures == ()
+        return found
+
+    assert losses(amplab.watch) == losses(lambda *_: contextlib.nullcontext())
+
+
+@pytest.mark.parametrize("in_batches", [False, True])
+def test_a_watched_loop_exports_its_model(in_batches):
+    """After a backward: torch.export copies gradients as tensors without values, before its own mode is on."""
+    model, x = nn.Linear(4, 4), torch.ones(2, 4)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with amplab.watch(model, optimizer) as w:
+        for batch in w.batches([x] * 3) if in_batches else [x] * 3:
+            w.loss(loss_of(model(batch))).backward()
+            exported = torch.export.export(model, (batch,)).module()
+            optimizer.step()
+            assert torch.equal(exported(batch), model(batch))
+    assert w.failures == ()

@@ -40,7 +40,7 @@ from amplab.formats.stored_values import stored_values
 from amplab.policies.nested_tensors import tensors_in
 from amplab.policies.signals import DeferredSignals
 from amplab.trace.as_found import Undo, remove_hook
-from amplab.trace.dispatch_mode import INTO_GRAD, DispatchMode, current_backward
+from amplab.trace.dispatch_mode import INTO_GRAD, DispatchMode, current_backward, run_op
 from amplab.trace.handed_step import Scaler
 from amplab.trace.lines import call_of_user_line, user_line
 from amplab.trace.optimizer_hooks import observe_steps, seeing_gradients
@@ -375,7 +375,7 @@ class LoopRecorder:
     def ran_in_place(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run an op outside of autograd that writes in place, and record what it writes to."""
         writes = self._safely(self._before_write, func, args, kwargs)
-        result = func(*args, **kwargs)
+        result = run_op(func, args, kwargs)
         if writes is not None:
             self._safely(self._after_write, func, args, *writes)
         return result
@@ -618,15 +618,15 @@ class _Writes(DispatchMode):
 
     def run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if self._recorder.rests:
-            return func(*args, **kwargs)
+            return run_op(func, args, kwargs)
         node = _current_node()
         if node is not None:
-            result = func(*args, **kwargs)
+            result = run_op(func, args, kwargs)
             self._recorder._safely(self._recorder.ran_in_backward, node, func, result)
             return result
         if func._schema.is_mutable:
             return self._recorder.ran_in_place(func, args, kwargs)
-        result = func(*args, **kwargs)
+        result = run_op(func, args, kwargs)
         self._recorder._safely(self._recorder.ran, func, args, result)
         return result
 
