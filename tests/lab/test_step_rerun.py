@@ -14,16 +14,16 @@ from amplab.diagnose import run_findings
 from amplab.lab import watch
 
 
-def batches(bad):
-    """Batches of eight rows, that of step `bad` with NaN in it."""
+def batches(bad, value=math.nan):
+    """Batches of eight rows, that of step `bad` with a value in it."""
     torch.manual_seed(1)
     for number in range(8):
         x = torch.randn(8, 4)
-        x[3, 2] = math.nan if number == bad else 0.0
+        x[3, 2] = value if number == bad else 0.0
         yield x
 
 
-def trained(bad, *, level=None, step=True, seed=0, scale=1.0, loss_of=None):
+def trained(bad, *, level=None, step=True, seed=0, scale=1.0, loss_of=None, value=math.nan):
     torch.manual_seed(seed)
     model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Dropout(0.5), nn.Linear(4, 1))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
@@ -32,7 +32,7 @@ def trained(bad, *, level=None, step=True, seed=0, scale=1.0, loss_of=None):
     loss_of = loss_of or (lambda x: model(x).float().square().mean())
     try:
         with watch(model, optimizer, scaler=amp if level else None, step=loss_of if step else None) as w:
-            for x in w.batches(batches(bad)):
+            for x in w.batches(batches(bad, value)):
                 optimizer.zero_grad()
                 loss = loss_of(x) if level else w.loss(loss_of(x))
                 if level:
@@ -55,6 +55,18 @@ def test_a_step_with_a_bad_batch_is_named_if_no_scaler_skips(level, scale, bad):
     assert w.failures == ()
     healthy, _ = trained(-1, level=level, scale=scale)
     assert not healthy.findings().harmful
+
+
+@pytest.mark.parametrize("scale", [128.0, "dynamic"])
+@pytest.mark.parametrize("level", ["O1", "O2"])
+@pytest.mark.parametrize("bad", [0, 3])
+def test_a_forward_that_overflows_in_half_is_named_if_the_step_is_taken_too(level, scale, bad):
+    """The optimizer's step, in which it runs again then, casts nothing at O1."""
+    w, _ = trained(bad, level=level, scale=scale, value=1e6)
+    found = w.findings()
+    assert "overflow-in-half" in [each.name for each in found]
+    assert bad in w.history.explanations
+    assert w.failures == ()
 
 
 @pytest.mark.parametrize("level", [None, "O1"])

@@ -21,7 +21,7 @@ from amplab.policies import (
     module_rule_at_work,
     thread_engines,
 )
-from amplab.policies.casting.thread_scopes import is_running
+from amplab.policies.casting.thread_scopes import casts_outside_step, is_running, suspend_casts
 
 X = torch.ones(2, 2)
 BFLOAT16 = PrecisionPolicy(compute_dtype=torch.bfloat16)
@@ -122,6 +122,23 @@ def test_scopes_that_an_exit_stack_enters_last_until_it_closes():
         assert dtype() is torch.float32
         stack.enter_context(casting_state().active())
         assert not casts_enabled()
+
+
+def test_a_hook_on_a_step_that_casts_nothing_can_cast():
+    def step(*, asks):
+        suspend_casts(sys._getframe())
+        with casts_outside_step():
+            inside = dtype(), casts_enabled()
+            with disable_casts():
+                assert not casts_enabled()
+        return inside if asks == "inside" else dtype()
+
+    with CastingEngine().active():
+        assert step(asks="inside") == (torch.float16, True)
+        assert step(asks="after") is torch.float32
+        with disable_casts():
+            assert step(asks="inside") == (torch.float32, False)
+        assert dtype() is torch.float16
 
 
 def test_a_scope_in_a_generator_lasts_while_the_generator_is_suspended():

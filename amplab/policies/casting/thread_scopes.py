@@ -57,6 +57,7 @@ __all__ = [
     "casting_engine",
     "engine_at_work",
     "casts_enabled",
+    "casts_outside_step",
     "cpu_half",
     "cpu_half_mode",
     "disable_casts",
@@ -555,6 +556,22 @@ def resume_casts(frame: FrameType) -> None:
     """Undo `suspend_casts` for `frame`; a second call does nothing. Sync: none."""
     for scope in [scope for scope in THREAD.own.disabled if scope.by_hook and scope.frame is frame]:
         scope.leave()
+
+
+class _OutsideStep(Scope):
+    """A block in which casts are on as they were before the call for which a hook has suspended them."""
+
+    def apply(self, thread: CastingThread) -> None:
+        super().apply(thread)
+        thread.disabled = tuple(scope for scope in thread.disabled if not scope.by_hook)
+
+
+def casts_outside_step() -> Scope:
+    """Return a context manager under which this thread casts as outside of the optimizer step that runs.
+
+    For a hook on the step that runs a forward of the model. Sync: none.
+    """
+    return _OutsideStep()
 
 
 def disable_casts() -> Scope:
