@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 
 from amplab.amp.backward.gradients import SetAside
 from amplab.amp.backward.optimizer_params import params_of
+from amplab.lab.forward_again import unseen
 from amplab.scalers import is_sharded
 
 __all__ = ["HeldGradients"]
@@ -85,7 +86,10 @@ class HeldGradients:
 
 
 def _has_values(grad: Tensor) -> bool:
-    """Whether an element is not zero, also if NumPy cannot read it. No op of torch, which a look would see."""
+    """Whether an element is not zero, also if NumPy cannot read it. No op of torch that a look would see."""
+    if grad.layout is torch.sparse_coo:
+        with unseen():  # and without NumPy: a storage that it has read cannot grow, as the next backward needs
+            return bool(grad._values().any())
     if grad.layout is not torch.strided:
         return True
     try:

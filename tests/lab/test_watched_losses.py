@@ -280,6 +280,26 @@ def net():
     return nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1))
 
 
+@pytest.mark.parametrize("clear", [nn.Module.zero_grad, lambda model, **_: model.weight.grad._values().zero_()])
+@pytest.mark.parametrize("sparse", [True, False])
+def test_zeros_of_an_embedding_are_no_gradients(sparse, clear):
+    """Its sparse gradient loses its elements in ``zero_grad(set_to_none=False)``."""
+    torch.manual_seed(0)
+    model, told = nn.Embedding(10, 4, sparse=sparse), []
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with watch(model, optimizer) as w:
+        for step in w.batches(range(5)):
+            loss = w.loss(model(torch.tensor([1, 1, step])).square().mean())
+            loss.backward()
+            if step == 2:
+                (clear if sparse else nn.Module.zero_grad)(model, set_to_none=False)
+                continue
+            optimizer.step()
+            told.append(loss.item())
+            optimizer.zero_grad(set_to_none=False)
+    assert [each.loss for each in w.history] == told
+
+
 @pytest.mark.parametrize("gives", [True, False])
 @pytest.mark.parametrize("zeroes", ["first", "before backward"])
 @pytest.mark.parametrize("parts", [1, 2])
