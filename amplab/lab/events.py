@@ -75,7 +75,9 @@ class StepRecord:
         next_loss_scale: Scale that the next step will use.
         skipped: Whether the optimizer left the weights unchanged because a gradient was not finite.
         first_nonfinite: Name of the first parameter with a non-finite gradient; None if all were finite, and if
-            torch's GradScaler has skipped the step and the gradients were cleared before a watch saw that.
+            torch's GradScaler has skipped the step and the gradients were cleared before a watch saw that. Also None
+            with a GradScaler if the gradients are finite again after its ``unscale_``: its ``found_inf`` is of all of
+            them, and ``torch.nn.utils.clip_grad_value_`` replaces inf by a number.
         opt_level: As in the config, such as "O1".
         score: The task's score on held-out data, such as the accuracy in [0, 1]; None if not measured.
         seconds: Wall-clock time since the first step of the run began.

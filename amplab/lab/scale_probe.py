@@ -15,9 +15,10 @@ torch's scaler has no hook, and it does not call an optimizer whose step it skip
 iteration, which ``update`` replaces and the probe keeps. If the optimizer steps several times and nothing
 comes in between, they are one step with the record of the first; a later skip is counted if the optimizer was called at
 least twice and the scale fell by a power of the backoff factor. After a single call such a fall may also be the loop's
-own ``update(new_scale)``. The scale is read once per step, so only a session and amplab's scaler report the scales of
-several backwards of one step. A session unscales the gradients of each backward before it adds them, so that different
-scales do not mix.
+own ``update(new_scale)``. A skipped step after an iteration that only unscales and updates is lost if nothing comes in
+between, as where a loop calls a method of the model and gives one loss for both. The scale is read once per step, so
+only a session and amplab's scaler report the scales of several backwards of one step. A session unscales the gradients
+of each backward before it adds them, so that different scales do not mix.
 
 `StepCounter` tells which losses come before, and which after, a step of one of several optimizers.
 """

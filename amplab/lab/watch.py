@@ -342,7 +342,8 @@ class Watch:
         """Record the loss of this step, before it is scaled, and return it. Sync: none.
 
         Needed with torch's scaler and without a scaler, unless the model's output has a "loss". amplab's session and
-        scaler report the loss themselves. What is passed here takes precedence.
+        scaler report the loss themselves. What is passed here takes precedence. With torch's scaler, pass each loss
+        of a batch with several updates if the loop calls methods of the model: else calls of the model tell them apart.
 
         Several losses of a step, as of micro-batches whose gradients are accumulated, are added up. Those of a step of
         another optimizer than the first one are not recorded, nor are losses without a graph that are computed where
@@ -479,10 +480,8 @@ class Watch:
             self._choose_forward_hook()
 
     def _choose_forward_hook(self) -> None:
-        has_loss = self._given > 0 or self._loss_in_output  # which ends the step before as well
-        waits = (self._probe.waits_for_forward and not (self._has_batches and has_loss)) or (
-            self._ranks.is_due and not self._has_batches
-        )
+        # torch's scaler needs it beside batches and losses, too: a batch may have several updates, and one loss.
+        waits = self._probe.waits_for_forward or (self._ranks.is_due and not self._has_batches)
         self._hooks.need("forward", waits and bool(self._ends))
 
     def _see_output(self, module: nn.Module, _args: object, output: object) -> None:

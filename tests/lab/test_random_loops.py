@@ -40,6 +40,8 @@ class Plan:
     level: str = "O0"
     is_penalised: bool = False  # the critic's loss has a gradient penalty
     ascends: bool = False  # sharpness-aware: a first backward moves the critic's weights, the second is for the step
+    ascents: frozenset | None = None  # if each ends with unscale_ and update: the iterations in which they overflow
+    gives_ascent: bool = False  # only the loss of the first backward
     clips: bool = False  # the norm of its gradients
     closes: str = ""  # without a scaler: the critic's optimizer steps with a closure: "SGD", "LBFGS" runs it again
     given_up: dict[int, int] = field(default_factory=dict)  # iterations, and after how many backwards
@@ -64,6 +66,9 @@ class Plan:
         plan.closes = draw.choice(("", "SGD", "LBFGS")) if scaling == "none" and plan.zeroes == "first" else ""
         if plan.closes:
             plan.given_up, plan.ascends, plan.clips = {}, False, False
+        if plan.ascends and scaling in ("torch", "amplab") and draw.random() < 0.6:
+            plan.ascents = frozenset(step for step in steps if draw.random() < 0.3)
+            plan.gives_ascent = scaling == "torch" and draw.random() < 0.5
         if plan.zeroes == "last":  # else another network, or an iteration given up, would leave gradients to the next
             plan.given_up, plan.order = {}, "c"
         return plan
@@ -119,7 +124,9 @@ class Loop:
         backwards = plan.given_up.get(step, plan.parts)
         if plan.zeroes == "first":
             self.zero(name)
-        ascended = plan.ascends and name == "c" and plan.zeroes == "first" and self.ascend(batch[0], give)
+        ascended = plan.ascends and name == "c" and plan.zeroes == "first" and self.ascend(step, batch[0], give)
+        if ascended and plan.gives_ascent:
+            give = nn.Identity()
         for number, x in enumerate(batch):
             bad = step in plan.bad and number == plan.parts - 1
             loss = give(self.loss_of(name, x, overflows=bad))
@@ -129,7 +136,7 @@ class Loop:
                 return False
             delays = plan.delays and number < plan.parts - 1
             self.backward(loss, name, delays=delays)
-            if name == "c":
+            if name == "c" and not (ascended and plan.gives_ascent):
                 self.losses.append(loss.item())
         for each, before in ascended or ():
             each.data.copy_(before)
@@ -156,13 +163,19 @@ class Loop:
         self.losses = had or [loss.item() for loss in losses]
         return sum(losses)
 
-    def ascend(self, x, give):
+    def ascend(self, step, x, give):
         """Move the critic's parameters after a backward; return each with what it was."""
-        self.backward(give(self.loss_of("c", x, overflows=False)), "c", delays=False)
+        ascents, scaler = self.plan.ascents, self.scalers["c"]
+        loss = give(self.loss_of("c", x, overflows=ascents is not None and step in ascents))
+        self.backward(loss, "c", delays=False)
+        if ascents is not None:
+            scaler.unscale_(self.optimizers["c"])
+            scaler.update()
         moved = [(each, each.detach().clone()) for each in self.models["c"].parameters()]
         for each, _ in moved:
             each.data.mul_(1.01)  # by how much is of no matter here
         self.zero("c")
+        self.losses = [loss.item()] if self.plan.gives_ascent else []
         return moved
 
     def clip(self, name):

@@ -1,5 +1,6 @@
 """What a scaler tells a watch: a step that adds up backwards under several scales is found, and nothing else is."""
 
+import math
 from contextlib import suppress
 
 import pytest
@@ -182,6 +183,27 @@ def test_a_skip_among_the_steps_of_one_batch_is_counted(bad, fused):
                 scaler.step(optimizer)
                 scaler.update()
     assert [record.skipped for record in w.history.records()] == [False, bool(bad), False]
+
+
+@pytest.mark.parametrize("bad", [(1, 0), (0, 1), (1, 1)])
+@pytest.mark.parametrize("scaler_type", [torch.amp.GradScaler, amplab.GradScaler])
+def test_a_pass_that_only_updates_the_scale_hides_no_skip(scaler_type, bad):
+    """As the first pass of sharpness-aware minimization, whose loss is the only one that the watch gets."""
+    model, optimizer = make()
+    scaler, told = scaler_type("cpu", init_scale=1024.0), []
+    with watch(model, optimizer, scaler=scaler) as w:
+        for number, (x, y) in enumerate(w.batches(BATCHES)):
+            first, second = (math.inf if number in (0, 3, 4) and each else 1.0 for each in bad)
+            scaler.scale(w.loss(F.cross_entropy(model(x), y) * first)).backward()
+            scaler.unscale_(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
+            told.append((scaler.get_scale(), second == math.inf))
+            scaler.scale(F.cross_entropy(model(x), y) * second).backward()
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
+    assert [(record.loss_scale, record.skipped) for record in w.history.records()] == told
 
 
 def test_a_scale_that_is_set_after_each_of_several_steps_of_a_batch_is_no_skip():

@@ -63,7 +63,8 @@ class StepOutcome:
     Attributes:
         stepped: whether the parameters were updated.
         reason: why they were updated or not.
-        first_nonfinite: the name of the parameter that caused a skipped step.
+        first_nonfinite: the name of the parameter that caused a skipped step. None for a `GradScaler` if the gradients
+            are finite again when ``step`` is called: ``torch.nn.utils.clip_grad_value_`` replaces inf by a number.
         overflow: of a session, the record of the backward for which the step was skipped, the first that overflowed;
             None if there was none, and of a `GradScaler`.
     """
