@@ -440,3 +440,18 @@ def test_reset_removes_the_mode_of_a_region_whose_exit_has_not_begun():
     assert interrupted(region, 1, functions=["__exit__"]) is not None
     amp.reset()
     assert _get_current_function_mode_stack() == []
+
+
+def test_a_block_of_a_device_around_an_interrupted_region_ends():
+    """It pops the topmost mode, which must not be that of the region."""
+
+    def on_meta():
+        with torch.device("meta"):
+            region()
+
+    on_meta()  # makes the lists
+    for interrupt in interrupted_everywhere(on_meta):
+        assert torch.ones(()).device.type == "cpu", interrupt
+        assert product() is torch.float32, interrupt
+    amp.reset()
+    assert _get_current_function_mode_stack() == []

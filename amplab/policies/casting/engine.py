@@ -14,10 +14,16 @@ import itertools
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from torch._C import _get_function_stack_at, _len_torch_function_stack, _push_on_torch_function_stack
+from torch._C import _get_function_stack_at, _len_torch_function_stack
 from torch.compiler import is_dynamo_compiling
 
-from amplab.policies.casting.function_modes import CastingMode, function_modes, insert_above_device, push_below_others
+from amplab.policies.casting.function_modes import (
+    CastingMode,
+    function_modes,
+    insert_above_device,
+    push_below_devices,
+    push_below_others,
+)
 from amplab.policies.casting.half_on_cpu import HalfMode
 from amplab.policies.casting.plan import ByName, KeptPlan, Plan, build_plan, on_device, torch_nesting
 from amplab.policies.casting.steps import CastCache, NoCastCache
@@ -166,13 +172,14 @@ class CastingEngine:
 
         Args:
             mode: from `new_mode`.
-            below_others: whether below the modes that others have entered; else it meets ops before those do.
+            below_others: whether below the modes that others have entered; else it meets ops before those do, but for
+                blocks of `torch.device`.
         """
         if isinstance(mode, CastingMode):
             if below_others:
                 push_below_others(mode)
             else:
-                _push_on_torch_function_stack(mode)
+                push_below_devices(mode)
 
     def withdraw(self, mode: CastingMode | CompiledMode) -> None:
         """Remove a mode of this engine; a second call does nothing."""

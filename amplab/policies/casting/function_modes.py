@@ -36,6 +36,7 @@ __all__ = [
     "ScopeMode",
     "function_modes",
     "insert_above_device",
+    "push_below_devices",
     "push_below_others",
     "remove",
     "set_function_modes",
@@ -180,15 +181,40 @@ def push_below_others(mode: TorchFunctionMode) -> None:
 
     Those pop from the top when they close, perhaps before a scope that `outlasts` them ends.
     """
+    _push_at(mode, _place_above_scopes)
+
+
+def push_below_devices(mode: TorchFunctionMode) -> None:
+    """Put `mode` on top of this thread's stack, below the blocks of `torch.device` there.
+
+    They change other functions than a mode that casts, so ops run as with `mode` on top. But at its end each pops the
+    topmost mode, whichever it is, and an interrupt may have left `mode`.
+    """
+    _push_at(mode, _place_below_devices)
+
+
+def _push_at(mode: TorchFunctionMode, find: Callable[[list[TorchFunctionMode]], int]) -> None:
     if _len_torch_function_stack() and not is_dynamo_compiling():
         modes = function_modes()
-        place = _place_above_device(modes)
-        while place < len(modes) and isinstance(modes[place], ScopeMode):
-            place += 1
+        place = find(modes)
         if place < len(modes):
             set_function_modes([*modes[:place], mode, *modes[place:]])
             return
     _push_on_torch_function_stack(mode)
+
+
+def _place_above_scopes(modes: list[TorchFunctionMode]) -> int:
+    place = _place_above_device(modes)
+    while place < len(modes) and isinstance(modes[place], ScopeMode):
+        place += 1
+    return place
+
+
+def _place_below_devices(modes: list[TorchFunctionMode]) -> int:
+    place, lowest = len(modes), _place_above_device(modes)
+    while place > lowest and isinstance(modes[place - 1], DeviceContext):
+        place -= 1
+    return place
 
 
 def _place_above_device(modes: list[TorchFunctionMode]) -> int:

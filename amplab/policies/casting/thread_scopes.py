@@ -113,7 +113,7 @@ class Scope:
             too: `has_ended` is exact.
         grad_enabled: whether grad mode was on when a hook entered the scope; None for a block.
         outlasts: whether the scope may still be open when a block around it has ended: its call may be interrupted, its
-            generator or coroutine suspended.
+            generator or coroutine suspended, or a call has entered it, such as ExitStack.enter_context.
     """
 
     mode: CastingMode | CompiledMode | None = None
@@ -182,7 +182,7 @@ class Scope:
             if self.watched is not None:
                 place = self.watched.f_lasti
                 self.places = frozenset((place,)) if by_hook else block_at(frame.f_code, place)
-            self.outlasts = by_hook or bool(frame.f_code.co_flags & SUSPENDABLE)
+            self.outlasts = by_hook or not self.places or bool(frame.f_code.co_flags & SUSPENDABLE)
             if by_hook:
                 self.grad_enabled = torch.is_grad_enabled()
         try:
