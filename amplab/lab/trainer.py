@@ -97,8 +97,8 @@ def _as_whole(control: Callable[Concatenate[Trainer, P], None]) -> Callable[Conc
 class Trainer:
     """Runs one experiment.
 
-    States: "ready" (no step yet), "running", "paused", "stopped" (the log is closed), "failed". A reset leads from any
-    of them to "ready".
+    States: "ready" (no step yet), "running", "paused", "stopped" (the step that runs is the last one; after it the log
+    is closed, for which `wait` waits), "failed". A reset leads from any of them to "ready".
 
     What a step raises while it reads its batches, or in a hook after an optimizer's step, pauses the run, which can go
     on: see `paused_by`. What it raises in between fails the run. Until an optimizer has begun to step, the run is then
@@ -364,7 +364,7 @@ class Trainer:
 
     @_as_whole
     def stop(self) -> None:
-        """End the run and close its log. A reset starts a new run."""
+        """End the run after the step that runs, and close its log; `wait` waits for that. A reset starts a new run."""
         self.stop_comparison()
         self._controls.stops += 1
         self._controls.enter("stopped")
