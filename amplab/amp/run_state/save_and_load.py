@@ -186,8 +186,8 @@ def load_run_state(
             _load(state, models, optimizers, session, scaler, undo)
 
     def load(undo: _Undo) -> None:
-        load = partial(load_values, undo)
-        on_every_rank(load) if is_run_folder(path) else load()
+        values = partial(load_values, undo)
+        on_every_rank(values) if is_run_folder(path) else values()
         if own:
             undo.append(partial(restore_rng, capture_rng()))
             restore_rng(state["rng"])
