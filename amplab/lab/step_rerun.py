@@ -24,7 +24,6 @@ from amplab.display.numbers import short_text
 from amplab.lab.forward_again import BegunForward, ForwardAgain, in_autocast, versions_of, with_own_containers
 from amplab.lab.step_code import StepCode
 from amplab.parallel.ranks import NeedsOtherRanks, data_parallel, exchanges_in_forward, this_rank
-from amplab.policies.casting.thread_scopes import casts_outside_step
 from amplab.policies.nested_tensors import tensors_in
 from amplab.trace.as_found import Undo, leaves_as_found, remove_hook
 from amplab.trace.handed_step import Loss, Scaler
@@ -292,9 +291,6 @@ class StepRerun:
         undo.add(partial(setattr, self, "at_work", False))
         undo.add(lambda: self._code.take_back(run.now, draws=run.draws))
         undo.enter_block(partial(apart, self._model))
-        casts = casts_outside_step()  # a step that nothing skips runs again in a hook on the optimizer's
-        undo.add(casts.leave)
-        casts.enter(None)
         buffers = list(self._model.buffers())
         if len(buffers) != len(self._kept):
             raise CannotRunAgain("the forward has added or removed buffers of the model, so they are not as they were.")

@@ -28,6 +28,7 @@ from amplab.amp.run_state.models_of_tools import MODELS_OF_TOOLS
 from amplab.parallel.ranks import exchanges_in_forward, has_other_ranks, is_alone, on_this_rank_alone
 from amplab.parallel.shards import reshard
 from amplab.policies.casting.function_modes import without_function_modes
+from amplab.policies.casting.thread_scopes import casts_outside_step
 from amplab.scalers import is_sharded
 from amplab.trace.as_found import Undo, rebind, remove_hooks_since
 from amplab.trace.collectives import NoCollectives
@@ -145,7 +146,8 @@ def untouched(model: nn.Module, *, draws: bool = True) -> Iterator[ParkedGradien
     Raises:
         NeedsOtherRanks: The block calls a collective of ``torch.distributed``.
 
-    Functions that were given to `torch.compile` run eagerly in the block.
+    Functions that were given to `torch.compile` run eagerly in the block. In a hook on the step of an optimizer, inside
+    of which `amp` casts nothing, the block casts as outside of the step.
 
     Sync: none.
     """
@@ -153,7 +155,7 @@ def untouched(model: nn.Module, *, draws: bool = True) -> Iterator[ParkedGradien
         callback()
     reshard(model)  # what FSDP2 has gathered is memory that it frees in a backward
     gradients = ParkedGradients()
-    with apart(model), Undo() as undo:
+    with apart(model), casts_outside_step(), Undo() as undo:
         undo.add(partial(setattr, _THREAD, "undoes", _THREAD.undoes))
         _THREAD.undoes = True
         this = object()

@@ -8,7 +8,8 @@ import pytest
 import torch
 from torch import nn
 
-from amplab.policies import CastingEngine
+from amplab import amp
+from amplab.policies import CastingEngine, casts_enabled
 from amplab.trace import trace_step, xray
 from amplab.trace.untouched import ParkedGradients, untouched
 
@@ -384,3 +385,20 @@ def test_a_wrapper_of_torch_keeps_its_own_attributes():
     with untouched(model):
         model.was_set_up = True
     assert model.was_set_up
+
+
+def test_in_a_hook_on_a_step_a_tool_sees_the_casts_of_a_forward():
+    model, x = nn.Linear(4, 1), torch.ones(2, 4)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    amp.initialize(model, optimizer, opt_level="O1", loss_scale=128.0, verbosity=0)
+    found = []
+    optimizer.register_step_pre_hook(lambda *_: found.extend((str(xray(model, x)), casts_enabled())))
+    try:
+        with amp.scale_loss(model(x).sum(), optimizer) as loss:
+            loss.backward()
+        before = str(xray(model, x))
+        optimizer.step()
+    finally:
+        amp.reset()
+    assert " 0 casts" not in before
+    assert found == [before, False]
