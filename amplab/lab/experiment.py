@@ -23,8 +23,6 @@ import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
-from difflib import get_close_matches
-from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any, Concatenate, ParamSpec, TypeVar, cast
 
@@ -33,14 +31,13 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from amplab.amp import MemoryUse, ScaleRecord, Session, load_run_state, save_run_state
-from amplab.amp.backward.optimizer_params import params_of
 from amplab.diagnose import Findings, FirstNonfinite, TwinReport, doctor, twin
 from amplab.formats.exponents import BINS, LOWEST_EXPONENT
 from amplab.kernels import tensor_stats
 from amplab.lab.batches import ReadingStopped, copied
 from amplab.lab.compute_threads import own_number_kept
-from amplab.lab.config import FIELDS, OWN, ExperimentConfig
-from amplab.lab.config_field import SettingRefused, listed
+from amplab.lab.config import OWN, ExperimentConfig
+from amplab.lab.config_field import SettingRefused
 from amplab.lab.drawing_turns import drawing_alone
 from amplab.lab.events import GradientRecord, MixedScales, StepRecord
 from amplab.lab.faults import (
@@ -54,6 +51,7 @@ from amplab.lab.faults import (
     switched,
     with_nan,
 )
+from amplab.lab.float32_modules import check_float32_modules, names_of_modules
 from amplab.lab.forward_again import unseen
 from amplab.lab.kept_attributes import KeptAttributes
 from amplab.lab.kept_weights import KeptWeights
@@ -64,7 +62,7 @@ from amplab.lab.past_skips import PastSkip, PastSkips
 from amplab.lab.rank_exchange import RankExchange
 from amplab.lab.saved_experiment import read_saved
 from amplab.lab.scale_growth import ScaleGrowth, growth_of_rule
-from amplab.lab.schedule_states import left_out, load_states, schedules_in_hooks, sets_rates, states_of
+from amplab.lab.schedule_states import left_out, load_states, schedules_in_hooks, states_of
 from amplab.lab.session_settings import (
     kept_scales,
     needs_new_session,
@@ -74,6 +72,7 @@ from amplab.lab.session_settings import (
 )
 from amplab.lab.step_rerun import StepRerun
 from amplab.lab.step_stages import StageRecorder, StepStages
+from amplab.lab.task_optimizers import TaskOptimizers
 from amplab.lab.tasks import OWN_TASK, TASKS, Task, TaskLoss, load_task, task_choice
 from amplab.policies.nested_tensors import floating_tensors_in
 from amplab.policies.signals import is_interrupt
@@ -94,7 +93,6 @@ __all__ = [
     "SCORE_EVERY",
     "Experiment",
     "StepStopped",
-    "check_modules",
     "samples_gradients",
 ]
 
@@ -181,14 +179,13 @@ class Experiment:
         self._draws = MODELS[config.model].draws
         self._copy: nn.Module | None = None  # building it again would draw
         self._buffers = ModelBuffers(self._model)
-        self._optimizers, self._names, self._rates = list[Optimizer](), list[list[str]](), list[list[Any]]()
-        self._build_optimizers(config)
+        self._optimizers = TaskOptimizers(self._task, self._model, config)
         self._session = Session()
         self._scaled: list[ScaleRecord] = []  # of the present step
         self._session.subscribe(self._scaled.append)
         self._initialize(config)
         own_model = self._model if self._is_own else None
-        self._own = OwnChanges(own_model, self._task, lambda: self._optimizers, self._kept_tensors)
+        self._own = OwnChanges(own_model, self._task, lambda: self._optimizers.all, self._kept_tensors)
         self._lowest = self._lowest_scale()
         self._memory = self._session.memory()
         self._measure_memory_until = 2  # the optimizers create their state in their first step
@@ -232,12 +229,12 @@ class Experiment:
     @property
     def optimizer(self) -> Optimizer:
         """The first optimizer; at O2 it updates the masters."""
-        return self._optimizers[0]
+        return self._optimizers.all[0]
 
     @property
     def optimizers(self) -> tuple[Optimizer, ...]:
         """All optimizers, in the order of their steps."""
-        return tuple(self._optimizers)
+        return tuple(self._optimizers.all)
 
     @property
     def session(self) -> Session:
@@ -341,7 +338,7 @@ class Experiment:
 
         Sync: several.
         """
-        recorder = StageRecorder(self._model, self._optimizers, self._session, first=parameter)
+        recorder = StageRecorder(self._model, self._optimizers.all, self._session, first=parameter)
         self._recorder = recorder
         try:
             with recorder:
@@ -395,9 +392,9 @@ class Experiment:
             begun, first = self._accumulates_since
             self._accumulates_since = self._step, first + (self._step - begun) * self._batches_of_step()
         if old.learning_rate != config.learning_rate:  # else as code of one's own left them
-            self._set_rates(config)
+            self._optimizers.set_rates(config)
         if old.momentum != config.momentum:
-            self._set_momentum(config)
+            self._optimizers.set_momentum(config)
         self._config = config
 
     def _new_rerun(self) -> StepRerun:
@@ -412,7 +409,7 @@ class Experiment:
             OSError: The file cannot be written; the last one is unchanged.
             RunStateError: A state holds a value that the file cannot hold.
         """
-        schedules = schedules_in_hooks(self._optimizers)
+        schedules = schedules_in_hooks(self._optimizers.all)
         place, (own, lost) = self._task.place_in_data(self._batch_in_data(self._step)), self._own.state()
         lost = [*left_out(schedules), *place.pop("left_out", ()), *lost]
         here = {
@@ -431,7 +428,7 @@ class Experiment:
         save_run_state(
             path,
             model=self._model,
-            optimizer=self._optimizers,
+            optimizer=self._optimizers.all,
             amp=self._session,
             position=self._step,
             extra={**extra, **here},
@@ -461,12 +458,12 @@ class Experiment:
         unregistered = experiment._buffers.load(extra)  # first: some have another shape in the file
         with random_states_kept(()):  # a step draws from its own
             state = load_run_state(
-                path, model=experiment._model, optimizer=experiment._optimizers, amp=experiment._session
+                path, model=experiment._model, optimizer=experiment._optimizers.all, amp=experiment._session
             )
         experiment._step, experiment._measure_memory_until = state.position, state.position + 2
         experiment._accumulates_since = tuple(extra.get("accumulates_since", (0, 0)))
         experiment._task.know_place(extra)
-        load_states(schedules_in_hooks(experiment._optimizers), extra.get("schedules", []))
+        load_states(schedules_in_hooks(experiment._optimizers.all), extra.get("schedules", []))
         missing = experiment._own.load(extra)
         experiment.left_out = (*extra.get("left_out", ()), *unregistered, *missing)
         experiment._began = time.perf_counter() - extra["seconds"]
@@ -482,20 +479,20 @@ class Experiment:
         if config.task == self._config.task:
             self._task.check_batch_size(config.batch_size)
         if (config.task, config.model) == (self._config.task, self._config.model):
-            _check_modules(config, self.module_names())
+            check_float32_modules(config, self._model)
 
     def check_switch(self, old: ExperimentConfig, new: ExperimentConfig) -> None:
         """Raise ValueError if `switch` from `old` to `new` would."""
         refuse_new_weights(old, new)
         is_own = old.optimizer == new.optimizer == OWN
-        if is_own and old.learning_rate != new.learning_rate and self._has_own_rates():
+        if is_own and old.learning_rate != new.learning_rate and self._optimizers.have_own_rates(self._config):
             raise SettingRefused(
                 f"lr={new.learning_rate:g}: your optimizer, or a schedule in a hook of it, sets the learning rate; "
                 "change it there, and open the lab again.",
                 shown="Learning rate: your optimizer, or a schedule in a hook of it, sets it.",
             )
         self._task.check_batch_size(new.batch_size)
-        _check_modules(new, self.module_names())
+        check_float32_modules(new, self._model)
 
     def code_kept(self) -> AbstractContextManager[None]:
         """Return a scope after which code of one's own keeps what it kept before, such as a count of calls."""
@@ -544,14 +541,14 @@ class Experiment:
             self._model,
             batch,
             step=lambda: shrunk(_sum(self._forward(self._model, part, batch, step) for part in parts), self._faults),
-            optimizer=self._optimizers,
+            optimizer=self._optimizers.all,
             scaler=self._session,
         )
         return cast(Findings, found)  # of a model, not of the machine
 
     def module_names(self) -> tuple[str, ...]:
         """Return the names of the model's modules, of which float32_modules may list some; none of several models."""
-        return _names_of(self._model)
+        return names_of_modules(self._model)
 
     @property
     def last_skip(self) -> StepRecord | None:
@@ -602,7 +599,7 @@ class Experiment:
         own, lost = self._own_before()
         if not lost:
             make = functools.partial(self._past_skip, own=own)
-            self._past.keep(self._weights(), is_same=was_skipped and len(self._optimizers) == 1, make=make)
+            self._past.keep(self._weights(), is_same=was_skipped and len(self._optimizers.all) == 1, make=make)
 
     def _own_before(self) -> tuple[dict[str, Any], list[str]]:
         """Return the state of code of one's own as the step began, and the names of what a state cannot hold."""
@@ -624,12 +621,12 @@ class Experiment:
         """Return the model's parameters, and what the optimizers step instead: masters."""
         weights: list[Tensor] = list(self._model.parameters())
         known = {id(each) for each in weights}
-        stepped = (each for optimizer in self._optimizers for each in self._session.master_params(optimizer))
+        stepped = (each for optimizer in self._optimizers.all for each in self._session.master_params(optimizer))
         return weights + [each for each in stepped if id(each) not in known]
 
     def _unstepped(self) -> list[Tensor]:
         """Return the parameters that no optimizer steps, of a model of one's own."""
-        stepped = {name for names in self._names for name in names}
+        stepped = {name for names in self._optimizers.names for name in names}
         return [each for name, each in self._model.named_parameters() if name not in stepped] if self._is_own else []
 
     def _loss_again(self, given: Any) -> Tensor:
@@ -661,7 +658,7 @@ class Experiment:
         model = self._float32_copy(self._copy)
         self._copy = None if self._draws else model  # a model of one's own may hold more than its weights
         grads: dict[str, Tensor] = {}
-        for number, names in enumerate(self._names):
+        for number, names in enumerate(self._optimizers.names):
             model.zero_grad(set_to_none=True)
             with self._random_states_kept(), buffers_kept(model):
                 for part in self._parts(number):
@@ -721,9 +718,9 @@ class Experiment:
 
     def check_twin(self) -> None:
         """Raise ValueError if `twin` would."""
-        if isinstance(self._model, ModelGroup) or len(self._optimizers) > 1:
+        if isinstance(self._model, ModelGroup) or len(self._optimizers.all) > 1:
             raise ValueError(
-                f"Twin trains one model with one optimizer, and {self._config.task} has {len(self._optimizers)} "
+                f"Twin trains one model with one optimizer, and {self._config.task} has {len(self._optimizers.all)} "
                 "optimizers; choose another task."
             )
 
@@ -758,7 +755,7 @@ class Experiment:
             return
         buffers = [TensorCopy.of(each) for each in self._model.buffers()]
         # The first optimizer steps after all of its batches, and is stopped after that only if it has skipped.
-        optimizers = [OptimizerState.of(each) for each in self._optimizers] if len(self._optimizers) > 1 else []
+        optimizers = [OptimizerState.of(each) for each in self._optimizers.all] if len(self._optimizers.all) > 1 else []
         try:
             yield
         except StepStopped:
@@ -775,7 +772,7 @@ class Experiment:
     def _drop_gradients(self) -> None:
         """Drop the gradients of the model and of masters, with what the session has noted of their overflow."""
         self._model.zero_grad(set_to_none=True)
-        for optimizer in self._optimizers:
+        for optimizer in self._optimizers.all:
             optimizer.zero_grad(set_to_none=True)
 
     def _stop_if_wanted(self) -> None:
@@ -786,7 +783,7 @@ class Experiment:
     def _train_on(self, batches: Sequence[Any], began: float) -> StepRecord:
         """Make each optimizer's backwards and its step."""
         losses, exponents = list[Tensor](), list[float]()
-        for number, optimizer in enumerate(self._optimizers):
+        for number, optimizer in enumerate(self._optimizers.all):
             with self._random_states_kept():
                 losses += self._backward(number, batches)
             if self._step < self._measure_memory_until or self._step % SCORE_EVERY == 0:
@@ -800,7 +797,7 @@ class Experiment:
 
     def _backward(self, number: int, batches: Sequence[Any]) -> list[Tensor]:
         """Compute the unscaled gradients of one optimizer; return the losses, before any shrinking."""
-        optimizer, parts = self._optimizers[number], self._parts(number)
+        optimizer, parts = self._optimizers.all[number], self._parts(number)
         optimizer.zero_grad(set_to_none=True)
         losses, delays = [], self._delays_unscale(number)
         with self._session.casting():
@@ -831,7 +828,7 @@ class Experiment:
     def _average_gradients(self, number: int) -> None:
         """Average the new gradients of an optimizer over the ranks while they are scaled: each sees every overflow."""
         if self._exchange is not None:
-            weights = (self._model.get_parameter(name) for name in self._names[number])
+            weights = (self._model.get_parameter(name) for name in self._optimizers.names[number])
             self._exchange.average_([weight.grad for weight in weights if weight.grad is not None])
 
     def _batch_in_step(self, number: int) -> int:
@@ -972,7 +969,7 @@ class Experiment:
         # A run that skips every step can be worth watching.
         self._session.initialize(
             [*self._model.children()] if isinstance(self._model, ModelGroup) else self._model,
-            self._optimizers,
+            self._optimizers.all,
             num_losses=len(self._task.losses),
             verbosity=0,
             on_collapse="warn",
@@ -981,15 +978,15 @@ class Experiment:
 
     def _switch_session(self, old: ExperimentConfig, new: ExperimentConfig) -> None:
         """Begin the session again with the settings of another config; if it raises, with those of the old one."""
-        state, optimizers = self._session.state_dict(), (self._optimizers, self._names, self._rates)
+        state, optimizers = self._session.state_dict(), self._optimizers
         self._session.reset()
         try:
             if old.optimizer != new.optimizer:
-                self._build_optimizers(new)
+                self._optimizers = TaskOptimizers(self._task, self._model, new)
             self._initialize(new)
         except BaseException:
             self._session.reset()
-            self._optimizers, self._names, self._rates = optimizers
+            self._optimizers = optimizers
             self._initialize(old)
             self._session.load_state_dict(state)
             raise
@@ -1002,42 +999,6 @@ class Experiment:
         scalers = enumerate(self._session.scalers)
         states = [(loss_id, scaler.rule, scaler.state) for loss_id, scaler in scalers]
         return min(states, key=lambda each: (each[2].scale, each[2].clean_steps))
-
-    def _build_optimizers(self, config: ExperimentConfig) -> None:
-        """Build the optimizers, and note the names of their parameters and their learning rates."""
-        self._optimizers = self._task.optimizers(self._model, optimizer_maker(config))
-        names = {id(weight): name for name, weight in self._model.named_parameters()}
-        self._names = [[names[id(weight)] for weight in params_of(each)] for each in self._optimizers]
-        self._rates = [[group.get("lr") for group in each.param_groups] for each in self._optimizers]
-        self._set_rates(config)
-        self._set_momentum(config)
-
-    def _set_rates(self, config: ExperimentConfig) -> None:
-        for group, rate in self._rates_of(config):
-            group["lr"] = rate
-
-    def _rates_of(self, config: ExperimentConfig) -> list[tuple[dict[str, Any], Any]]:
-        """Return the groups with the rates of a config: that of the first; those of others keep their ratio to it."""
-        first = self._rates[0][0]
-        if not first:
-            return []
-        return [
-            (group, config.learning_rate * (rate / first))
-            for optimizer, rates in zip(self._optimizers, self._rates, strict=True)
-            for group, rate in zip(optimizer.param_groups, rates, strict=False)  # a hook may have added groups
-            if rate is not None
-        ]
-
-    def _has_own_rates(self) -> bool:
-        """Whether code of one's own sets the learning rates: a schedule, or something that has changed them."""
-        if any(map(sets_rates, schedules_in_hooks(self._optimizers))):
-            return True
-        return any(not math.isclose(group["lr"], rate, rel_tol=1e-6) for group, rate in self._rates_of(self._config))
-
-    def _set_momentum(self, config: ExperimentConfig) -> None:
-        for group in [group for each in self._optimizers for group in each.param_groups]:
-            if "momentum" in group and config.optimizer != OWN:
-                group["momentum"] = config.momentum
 
     def _kept_tensors(self) -> list[Tensor]:
         """The tensors that a checkpoint has by themselves."""
@@ -1052,7 +1013,7 @@ class Experiment:
         config = self._config
         model = model or build_model(config.model, config.hidden, config.seed)
         current = {**dict(self._model.named_parameters()), **dict(self._model.named_buffers())}
-        for optimizer, names in zip(self._optimizers, self._names, strict=True):
+        for optimizer, names in zip(self._optimizers.all, self._optimizers.names, strict=True):
             current |= dict(zip(names, self._session.master_params(optimizer), strict=True))
         ModelBuffers(model).load(self._buffers.state())
         with torch.no_grad():
@@ -1069,26 +1030,6 @@ def samples_gradients(step: int) -> bool:
     """
     every = next(every for until, every in _SAMPLED if step < until)
     return step % every == 0
-
-
-def check_modules(config: ExperimentConfig) -> None:
-    """Raise SettingRefused if float32_modules names a module that the model of a config does not have."""
-    if config.float32_modules:
-        _check_modules(config, _names_of(build_model(config.model, config.hidden, config.seed)))
-
-
-def _check_modules(config: ExperimentConfig, names: tuple[str, ...]) -> None:
-    for pattern in listed(config.float32_modules):
-        if not any(fnmatchcase(name, pattern) for name in names):
-            near = ", ".join(get_close_matches(pattern, names, n=3, cutoff=0.3) or names[:3]) or "none"
-            raise SettingRefused(
-                f"float32_modules={pattern}: matches no module of the model; the closest are {near}.",
-                shown=f"{FIELDS['float32_modules'].label}: there is no {pattern}; choose from {near}.",
-            )
-
-
-def _names_of(model: nn.Module) -> tuple[str, ...]:
-    return () if isinstance(model, ModelGroup) else tuple(name for name, _ in model.named_modules() if name)
 
 
 def _sum(losses: Iterable[Tensor]) -> Tensor:

@@ -12,7 +12,7 @@ from typing import Any
 
 from amplab.lab import ExperimentConfig, Run, Trainer, Watch
 from amplab.lab.config_field import SettingRefused
-from amplab.lab.experiment import check_modules
+from amplab.lab.float32_modules import check_float32_modules
 from amplab.lab.html_report import report_html
 from amplab.lab.run_export import run_csv, run_json
 
@@ -46,7 +46,7 @@ def take_setting(trainer: Trainer, text: str) -> str:
     """Start the experiment that a config string names; return why not, "" if it starts."""
     try:
         config = ExperimentConfig.parse(text.strip())
-        check_modules(config)
+        check_float32_modules(config)
         trainer.reset(config)
     except SettingRefused as refusal:
         return refusal.shown
