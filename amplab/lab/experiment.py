@@ -975,10 +975,12 @@ class Experiment:
             on_collapse="warn",
             **session_settings(config),
         )
+        self._buffers.begin_level()
 
     def _switch_session(self, old: ExperimentConfig, new: ExperimentConfig) -> None:
         """Begin the session again with the settings of another config; if it raises, with those of the old one."""
         state, optimizers = self._session.state_dict(), self._optimizers
+        self._buffers.end_level()
         self._session.reset()
         try:
             if old.optimizer != new.optimizer:

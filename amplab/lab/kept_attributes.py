@@ -7,6 +7,7 @@ the names in its code lead, such as a class of one's own; see `own_code`.
 
 from __future__ import annotations
 
+from array import array
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
@@ -16,7 +17,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
+from torch._C import DisableTorchFunctionSubclass
+from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
 from amplab.lab.own_objects import Names, holders
 from amplab.lab.own_values import storage_of
@@ -114,7 +117,7 @@ class KeptAttributes:
             if part.restore is None:
                 is_all = is_all and is_same
             elif not is_same or part.is_of_names:  # whether a module is in training is none of the names
-                part.restore()
+                is_all = part.restore() is not False and is_all
         return is_all
 
     def _is_same(self, part: _Part) -> bool:
@@ -142,7 +145,7 @@ class KeptAttributes:
         if kind is np.ndarray and value.dtype == object:
             self._seen.add(id(value))
             self._keep_objects(names, value, depth)
-        elif kind in (Tensor, nn.Parameter, np.ndarray):
+        elif issubclass(kind, np.ndarray) or _is_plain(kind):
             self._seen.add(id(value))
             self._keep_elements(names, value)
         elif issubclass(kind, GENERATORS):
@@ -187,22 +190,23 @@ class KeptAttributes:
         is_array = isinstance(value, np.ndarray)
         if is_array and (value.dtype.hasobject or not value.flags.writeable):
             return
-        if not is_array and (value.layout is not torch.strided or value.is_meta or self._is_weights(value)):
+        if not is_array and (value.layout not in _LAYOUTS or value.is_meta or self._is_weights(value)):
             return
-        version = None if is_array or value.is_inference() else value._version
-        if value.nbytes > self._bytes_left or self._elements_left < _OF_A_TENSOR:
+        nbytes, version = _nbytes(value), None if is_array else _version_of(value)
+        if nbytes > self._bytes_left or self._elements_left < _OF_A_TENSOR:
             if version is None:
                 self._is_complete = False
             else:
                 self._parts.append(_Part(names, partial(_has_version, value, version), None))
             return
-        self._bytes_left -= value.nbytes
+        self._bytes_left -= nbytes
         self._elements_left -= _OF_A_TENSOR
         if is_array:
-            before = value.copy()
+            before = np.array(value, subok=False)
             self._parts.append(_Part(names, partial(_has_bytes, value, before), partial(_write_array, value, before)))
         else:
-            copy = value.detach().clone()
+            with DisableTorchFunctionSubclass():
+                copy = value.detach().clone()
             is_same = partial(_has_elements, value, copy, version)
             self._parts.append(_Part(names, is_same, partial(_write_tensor, value, copy)))
 
@@ -213,7 +217,7 @@ class _Part(NamedTuple):
     Attributes:
         owner: The names of that object.
         is_same: Whether the value is as it was.
-        restore: Lets it be; None if that is not possible.
+        restore: Lets it be, or returns False; None if that is not possible.
         is_of_names: Whether these are the names themselves.
         is_of_generator: Whether it is a random generator.
     """
@@ -226,16 +230,28 @@ class _Part(NamedTuple):
 
 
 _PLAIN = frozenset((bool, int, float, str, bytes, type(None)))
+_OF_BYTES = bytearray, array
+_LAYOUTS = torch.strided, torch.sparse_coo
 
 
 def _base_of(kind: type) -> Any:
     """Return the kind of container that a class is, also one of one's own, whose methods may do more; else None."""
-    if issubclass(kind, OrderedDict):  # dict's methods do not keep its order
-        return OrderedDict if kind is OrderedDict else None
-    return next((base for base in (dict, list, set, deque, bytearray, tuple) if issubclass(kind, base)), None)
+    bases = (
+        OrderedDict,
+        dict,
+        list,
+        set,
+        deque,
+        bytearray,
+        array,
+        tuple,
+    )  # dict's methods do not keep an OrderedDict's order
+    return next((base for base in bases if issubclass(kind, base)), None)
 
 
 def _contents(base: Any, value: Any) -> list[Any]:
+    if base is OrderedDict:  # whose `items` calls `__getitem__` of a class of one's own, which may move an entry
+        return [(key, dict.__getitem__(value, key)) for key in base.__iter__(value)]
     return [*(base.items(value) if issubclass(base, dict) else base.__iter__(value))]
 
 
@@ -255,7 +271,13 @@ def _has_contents(base: Any, value: Any, before: list[Any]) -> bool:
     return all(one is other for one, other in pairs)
 
 
-def _restore_contents(base: Any, value: Any, before: list[Any]) -> None:
+def _restore_contents(base: Any, value: Any, before: list[Any]) -> object:
+    if base in _OF_BYTES:
+        try:
+            base.__setitem__(value, slice(None), base(value.typecode, before) if base is array else bytes(before))
+        except BufferError:  # another size, of which something else has a view
+            return False
+        return None
     base.clear(value)
     if issubclass(base, dict):
         for key, each in before:
@@ -264,6 +286,7 @@ def _restore_contents(base: Any, value: Any, before: list[Any]) -> None:
         base.update(value, before)
     else:
         base.extend(value, before)
+    return None
 
 
 def _is_no_longer(value: list[Any], length: int) -> bool:
@@ -274,34 +297,61 @@ def _cut(value: list[Any], length: int) -> None:
     list.__delitem__(value, slice(length, None))
 
 
+def _is_plain(kind: type) -> bool:
+    """Whether a class is that of tensors, also one of one's own, whose ops are torch's and which have memory."""
+    is_tensor = issubclass(kind, Tensor) and kind.__torch_dispatch__ is Tensor.__torch_dispatch__
+    return is_tensor and not issubclass(kind, UninitializedBuffer | UninitializedParameter)
+
+
+def _nbytes(value: Any) -> int:
+    is_sparse = isinstance(value, Tensor) and value.layout is torch.sparse_coo
+    return sum(each.nbytes for each in _within(value)) if is_sparse else int(value.nbytes)
+
+
+def _within(value: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the tensors that a sparse one consists of."""
+    return value._indices(), value._values()
+
+
+def _version_of(value: Tensor) -> int | None:
+    """Return what counts the writes to a tensor; None if not all are counted, as to the values of a sparse one."""
+    return None if value.layout is torch.sparse_coo or value.is_inference() else value._version
+
+
 def _has_version(value: Tensor, version: int) -> bool:
     return value._version == version
 
 
 def _has_elements(value: Tensor, before: Tensor, version: int | None) -> bool:
-    if version is not None and (value._version != version or value.shape != before.shape):
+    if value.shape != before.shape or (version is not None and value._version != version):
         return False
-    with torch.no_grad(), suppress(RuntimeError):  # as of a dtype that cannot be compared
+    with torch.no_grad(), DisableTorchFunctionSubclass(), suppress(RuntimeError):  # as of a dtype that has no order
+        if value.layout is torch.sparse_coo:
+            return all(map(torch.equal, _within(value), _within(before)))
         return torch.equal(value, before)  # it may have been written to by `.data`
     return True
 
 
 def _write_tensor(value: Tensor, before: Tensor) -> None:
-    with torch.no_grad(), suppress(RuntimeError):
+    with torch.no_grad(), DisableTorchFunctionSubclass(), suppress(RuntimeError):
         write_value(value, before)
 
 
 def _has_bytes(value: Any, before: Any) -> bool:
-    return bool(value.shape != before.shape or value.tobytes() == before.tobytes())
+    return bool(value.shape == before.shape and np.asarray(value).tobytes() == before.tobytes())
 
 
 def _has_objects(value: Any, before: Any) -> bool:
-    is_other_shape = value.shape != before.shape
-    return is_other_shape or all(one is each for one, each in zip(value.flat, before.flat, strict=True))
+    return value.shape == before.shape and all(one is each for one, each in zip(value.flat, before.flat, strict=True))
 
 
-def _write_array(value: Any, before: Any) -> None:
-    value[...] = before
+def _write_array(value: Any, before: Any) -> object:
+    if value.size != before.size:  # of a resized one others may have views, which a resize would not know
+        return False
+    if value.shape != before.shape:
+        value.resize(before.shape, refcheck=False)  # of the same memory
+    np.asarray(value)[...] = before
+    return None
 
 
 def _has_state(generator: Any, before: bytes) -> bool:

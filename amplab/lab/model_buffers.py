@@ -1,7 +1,7 @@
 """The buffers of a model in training: which are not finite, and what a new model needs of them besides a state_dict.
 
 A state_dict leaves out buffers that are not persistent, and a new model of the same code may have others: a forward
-registers one, gives one its first value or another shape, or a level separates two that shared memory.
+registers one, gives one its first value, another shape or another dtype, or a level separates two that shared memory.
 """
 
 from __future__ import annotations
@@ -36,6 +36,8 @@ class ModelBuffers:
     def __init__(self, model: nn.Module) -> None:
         self._model = model
         self._shapes = {name: _shape_of(buffers[key]) for name, buffers, key in _places(model)}
+        self._dtypes: dict[str, torch.dtype] = {}  # as the level has made them
+        self._retyped = set[str]()  # by the run, at earlier levels
         self._sharing = _sharing(model)
         self._nonfinite = frozenset(_nonfinite(model))
 
@@ -43,17 +45,35 @@ class ModelBuffers:
         """Return the names of buffers that hold NaN or inf; not of those that did when new, as a mask. Sync: one."""
         return tuple(name for name in _nonfinite(self._model) if name not in self._nonfinite)
 
+    def begin_level(self) -> None:
+        """A level has given the buffers their dtypes: from now on another one comes from the run."""
+        self._dtypes = {
+            name: each.dtype for name, buffers, key in _places(self._model) if (each := buffers[key]) is not None
+        }
+
+    def end_level(self) -> None:
+        """Another level is about to give them its own."""
+        self._retyped = self._retyped_by_run()
+
+    def _retyped_by_run(self) -> set[str]:
+        now = {name: buffers[key] for name, buffers, key in _places(self._model)}
+        return self._retyped | {
+            name for name, each in now.items() if each is not None and self._dtypes.get(name, each.dtype) != each.dtype
+        }
+
     def state(self) -> dict[str, Any]:
         """Return what a new model needs besides the state_dict of this one."""
         hidden = {
             f"{path}.{key}" for path, each in self._model.named_modules() for key in each._non_persistent_buffers_set
         }
         now = {name: buffers[key] for name, buffers, key in _places(self._model)}
-        is_needed = {name: name in hidden or self._shapes.get(name) != _shape_of(each) for name, each in now.items()}
+        kept = hidden | (retyped := self._retyped_by_run())
+        is_needed = {name: name in kept or self._shapes.get(name) != _shape_of(each) for name, each in now.items()}
         return {
             "buffers": {name: each for name, each in now.items() if is_needed[name]},
             "registered": {name: name not in hidden for name in now if name not in self._shapes},
             "gone": {name: name not in now for name, shape in self._shapes.items() if shape and now.get(name) is None},
+            "retyped": sorted(retyped & now.keys()),
             "separate": sorted(self._sharing - _sharing(self._model)),
         }
 
@@ -72,16 +92,18 @@ class ModelBuffers:
                 buffers[key] = None
                 if state["gone"][name]:
                     del buffers[key]
-        values, separate = state.get("buffers", {}), state.get("separate", ())
+        values, separate, retyped = state.get("buffers", {}), state.get("separate", ()), state.get("retyped", ())
         device = next((each.device for each in self._model.parameters()), None)
         for name, buffers, key in _places(self._model):
             value, own = values.get(name), buffers[key]
             if name in separate and own is not None:
                 own = buffers[key] = own.clone()
-            if isinstance(value, Tensor) and own is not None and own.shape == value.shape:
+            if not isinstance(value, Tensor):
+                continue
+            if own is None or own.shape != value.shape or (name in retyped and own.dtype != value.dtype):
+                buffers[key] = value.to(device if own is None else own.device, copy=True)
+            else:
                 write_value(own, value)
-            elif isinstance(value, Tensor):
-                buffers[key] = value.to(device if own is None else own.device)
         return refused
 
     def _register(self, name: str, is_persistent: bool) -> bool:
@@ -95,14 +117,13 @@ class ModelBuffers:
 
 def is_state_of_buffers(state: Mapping[str, Any]) -> bool:
     """Whether values of a file have the types of `ModelBuffers.state`; older files have less."""
-    registered, separate = state.get("registered", {}), state.get("separate", [])
+    registered, named = state.get("registered", {}), (state.get("separate", []), state.get("retyped", []))
     return (
         isinstance(state.get("buffers", {}), dict)
         and isinstance(registered, dict)
         and all(isinstance(name, str) and isinstance(each, bool) for name, each in registered.items())
         and isinstance(state.get("gone", {}), dict)
-        and isinstance(separate, list)
-        and all(isinstance(name, str) for name in separate)
+        and all(isinstance(names, list) and all(isinstance(name, str) for name in names) for names in named)
     )
 
 

@@ -2,6 +2,7 @@
 
 import threading
 import time
+from array import array
 from collections import Counter, OrderedDict, defaultdict, deque
 
 import numpy as np
@@ -211,6 +212,26 @@ class Thing:
     """Has attributes."""
 
 
+class Recent(OrderedDict):
+    """Moves what is read to its end."""
+
+    def __getitem__(self, key):
+        self.move_to_end(key)
+        return super().__getitem__(key)
+
+
+class Image(np.ndarray):
+    pass
+
+
+class Points(torch.Tensor):
+    pass
+
+
+def sparse():
+    return torch.sparse_coo_tensor([[0, 2]], [1.0, 2.0], (3,), check_invariants=True).coalesce()
+
+
 @pytest.mark.parametrize(
     ("make", "change"),
     [
@@ -229,6 +250,15 @@ class Thing:
         (lambda: [*range(200_000)], lambda value: value.append(3)),
         (lambda: [0.0] * 200_000, lambda value: value.__setitem__(3, 0.5)),
         (lambda: torch.zeros(3), lambda value: value.data.add_(1)),
+        (lambda: Recent(a=1, b=2), lambda value: value["a"]),
+        (lambda: Recent(a=1, b=2), lambda value: value.popitem(last=False)),
+        (lambda: array("d", [1.0]), lambda value: value.append(2.0)),
+        (lambda: bytearray(b"ab"), lambda value: value.append(2)),
+        (lambda: np.zeros(4), lambda value: value.resize((2, 2), refcheck=False)),
+        (lambda: np.zeros(3).view(Image), lambda value: value.__setitem__(1, 5)),
+        (lambda: torch.zeros(3).as_subclass(Points), lambda value: value.add_(1)),
+        (sparse, lambda value: value.values().add_(1)),
+        (sparse, lambda value: value.add_(torch.ones(3).to_sparse())),
     ],
 )
 def test_contents_are_put_back_into_the_same_object(make, change):
@@ -241,6 +271,24 @@ def test_contents_are_put_back_into_the_same_object(make, change):
     assert one.value is value
     assert repr(value) == repr(make())
     assert vars(one).keys() == {"value"}
+
+
+def test_of_what_has_another_size_and_may_have_views_that_is_told():
+    one = Thing()
+    one.value, one.bytes = np.zeros(3), bytearray(b"ab")
+    view = memoryview(one.bytes)
+    kept = KeptAttributes({"one": one})
+    view[0] = 0
+    assert kept.restore()
+    assert one.bytes == b"ab"
+    one.value.resize(4, refcheck=False)
+    assert not kept.restore()
+    one.value.resize(3, refcheck=False)
+    assert kept.restore()
+    view.release()
+    one.bytes.append(0)
+    view = memoryview(one.bytes)
+    assert not kept.restore()
 
 
 def test_a_tensor_that_is_written_to_is_put_back_and_its_graph_stays():

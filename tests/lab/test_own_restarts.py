@@ -138,6 +138,41 @@ def test_a_buffer_outside_of_the_state_dict_goes_on_after_a_restart(kind, tmp_pa
     assert [again.step().loss for _ in range(3)] == losses[3:]
 
 
+class Averaging(nn.Module):
+    """Gives a buffer another dtype than it has at first, or at its level."""
+
+    first, then, persistent = torch.int64, torch.float32, True
+
+    def __init__(self):
+        super().__init__()
+        self.tagger = Tagger()
+        self.register_buffer("mean", torch.zeros((), dtype=self.first), persistent=self.persistent)
+
+    def forward(self, ids):
+        output = self.tagger(ids)
+        self.mean = 0.9 * self.mean + 0.1 * output.detach().to(self.then).square().mean()
+        return output * (1 + self.mean).float()
+
+
+@pytest.mark.parametrize("levels", [["O0"], ["O1"], ["O2"], ["O0", "O2"], ["O2", "O0"]], ids="-".join)
+@pytest.mark.parametrize("persistent", [True, False])
+@pytest.mark.parametrize("then", [torch.float32, torch.float64])
+@pytest.mark.parametrize("first", [torch.int64, torch.float32])
+def test_a_buffer_keeps_the_dtype_that_a_forward_has_given_it(first, then, persistent, levels, tmp_path):
+    kind = type("Averaging", (Averaging,), {"first": first, "then": then, "persistent": persistent})
+    experiment = Experiment(registered(kind, TAGS, loss=F.cross_entropy).changed(opt_level=levels[0]))
+    for level in levels:
+        if level != experiment.config.opt_level:
+            experiment.switch(experiment.config.changed(opt_level=level))
+        for _ in range(3):
+            experiment.step()
+    experiment.save(tmp_path / "run.checkpoint", {})
+    again, _ = Experiment.load(tmp_path / "run.checkpoint")
+    assert again.model.mean.dtype is experiment.model.mean.dtype is then
+    assert torch.equal(again.model.mean, experiment.model.mean)
+    assert [again.step().loss for _ in range(3)] == [experiment.step().loss for _ in range(3)]
+
+
 def test_a_model_that_cannot_be_made_leaves_the_present_run_when_another_is_to_continue(tmp_path):
     fails = []
 
