@@ -24,7 +24,18 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from amplab.amp.run_state.file_format import RunStateError
 from amplab.lab.own_objects import Names, holders
-from amplab.lab.own_values import GONE, PASSES_BY, SCALARS, Encoder, UnkeptValue, decoded, is_gone, is_unkept, same
+from amplab.lab.own_values import (
+    GONE,
+    PASSES_BY,
+    SCALARS,
+    Decoder,
+    Encoder,
+    UnkeptValue,
+    is_gone,
+    is_unkept,
+    same,
+    storages_in,
+)
 
 __all__ = ["State", "add_state", "changes", "in_another_session", "lost_changes", "own_state", "set_back"]
 
@@ -46,8 +57,10 @@ def own_state(roots: Mapping[str, Any], weights: Sequence[Tensor] = ()) -> State
     >>> own_state({"data": one})
     {'data': {'epoch': 3, 'order': [2, 0, 1]}}
     """
-    encode = Encoder(weights)
-    return {path: {**encode.values(names), **_steps_within(names)} for path, names in holders(roots)}
+    encoder = Encoder(weights)
+    state = {path: {**encoder.values(names), **_steps_within(names)} for path, names in holders(roots)}
+    encoder.share()
+    return state
 
 
 def changes(state: State, before: State) -> State:
@@ -77,7 +90,7 @@ def add_state(
     Raises:
         RunStateError: A value that `own_state` does not return.
     """
-    found = dict(holders(roots))
+    found, decoder = dict(holders(roots)), Decoder(device, weights)
     missing = [path for path in state if path not in found]
     shared: dict[int, tuple[Any, Any, Any]] = {}  # by the object that it replaces: that, the encoding, the value
     for path, names in found.items():
@@ -88,7 +101,7 @@ def add_state(
                 continue
             old, known, value = shared.get(id(names.get(name)), (None, None, None))
             if old is None or not same(encoded, known):  # else two names stand for one object, as before
-                old, value = names.get(name), _value_of(encoded, device, weights, f"{path}.{name}")
+                old, value = names.get(name), _value_of(encoded, decoder, f"{path}.{name}")
                 if isinstance(value, defaultdict):  # whose function is no value
                     value.default_factory = getattr(old, "default_factory", None)
                 if not isinstance(old, SCALARS):
@@ -111,9 +124,9 @@ def set_back(roots: Mapping[str, Any], state: State, is_concerned: Callable[[Any
     add_state(roots, {path: values for path, values in changes(state, own_state(roots)).items() if path in concerned})
 
 
-def _value_of(encoded: Any, device: torch.device | None, weights: Sequence[Tensor], where: str) -> Any:
+def _value_of(encoded: Any, decoder: Decoder, where: str) -> Any:
     try:
-        return decoded(encoded, device, weights)
+        return decoder.value(encoded)
     except (TypeError, ValueError, AttributeError, KeyError, IndexError, RuntimeError) as error:
         raise RunStateError(f"{where}: expected a value of an attribute ({error}).") from error
 
@@ -130,13 +143,19 @@ def in_another_session(state: State, now: State) -> State:
 
 
 def _all_changes(state: State, before: State) -> Iterator[tuple[str, dict[str, Any]]]:
-    for path, values in state.items():
-        old = before.get(path, {})
-        seen = {name: value for name, value in values.items() if value is not PASSES_BY}
-        new = {name: value for name, value in seen.items() if name not in old or not same(value, old[name])}
-        new |= dict.fromkeys(old.keys() - values.keys(), GONE)
+    found = {path: _changed(values, before.get(path, {})) for path, values in state.items()}
+    memory = set[int]().union(*(storages_in(new) for new in found.values()))
+    for path, new in found.items():
+        # What shares memory with a new value is replaced with it.
+        new |= {name: value for name, value in state[path].items() if memory & storages_in(value)}
         if new:
             yield path, new
+
+
+def _changed(values: Mapping[str, Any], old: Mapping[str, Any]) -> dict[str, Any]:
+    seen = {name: value for name, value in values.items() if value is not PASSES_BY}
+    new = {name: value for name, value in seen.items() if name not in old or not same(value, old[name])}
+    return new | dict.fromkeys(old.keys() - values.keys(), GONE)
 
 
 def _steps_within(names: Names) -> dict[str, Any]:

@@ -1,6 +1,7 @@
 """The form in which a checkpoint holds what an object of one's own keeps: numbers, text, tensors, arrays, containers.
 
-`Encoder` makes that form, `decoded` the value again. An `UnkeptValue` stands for one that has none.
+`Encoder` makes that form, `Decoder` the value again. An `UnkeptValue` stands for one that has none. Tensors and arrays
+of which one is a view of the other share memory in that form, and again in the values.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor, UntypedStorage, nn
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader, Dataset, Sampler
 
@@ -25,13 +26,14 @@ __all__ = [
     "GONE",
     "READERS",
     "SCALARS",
+    "Decoder",
     "Encoder",
     "UnkeptValue",
-    "decoded",
     "is_gone",
     "is_unkept",
     "same",
     "storage_of",
+    "storages_in",
 ]
 
 SCALARS = (bool, int, float, str, type(None))
@@ -101,6 +103,7 @@ class Encoder:
     def __init__(self, weights: Sequence[Tensor]) -> None:
         self._weights = {id(each): place for place, each in reversed([*enumerate(weights)])}
         self._storages, self._left = {*map(storage_of, weights)} - {0}, _MOST_BYTES
+        self._copied: list[tuple[Tensor, Tensor]] = []  # what is kept, and its copy
 
     def values(self, names: Mapping[str, Any]) -> dict[str, Any]:
         """Return the values by name."""
@@ -163,11 +166,31 @@ class Encoder:
         if value.nbytes > min(self._left, _MOST_BYTES // 4) and value.grad_fn is not None:
             raise _NotKept if depth else _PassesBy  # a result that is kept for its graph, or to be looked at
         self._take(value.nbytes)
-        return value.detach().clone()
+        return self._copy(value.detach(), value.detach().clone())
 
     def _of_array(self, value: np.ndarray[Any, Any]) -> Tensor:
         self._take(value.nbytes)
-        return torch.from_numpy(value.copy())  # raises for text, objects, and numbers of other byte orders
+        copy = torch.from_numpy(value.copy())  # raises for text, objects, and numbers of other byte orders
+        is_simple = value.flags.writeable and all(stride >= 0 for stride in value.strides)
+        return self._copy(torch.from_numpy(value), copy) if is_simple else copy
+
+    def _copy(self, value: Tensor, copy: Tensor) -> Tensor:
+        self._copied.append((value, copy))
+        return copy
+
+    def share(self) -> None:
+        """Let the copies share memory where what they are copies of does."""
+        begin, end, group = 0, 0, list[tuple[Tensor, Tensor]]()
+        for value, copy in sorted(self._copied, key=lambda pair: (str(pair[0].device), pair[0].data_ptr())):
+            if value.numel() == 0:
+                continue
+            start, stop = value.data_ptr(), value.data_ptr() + len(_bytes_of(value))
+            if group and group[0][0].device == value.device and begin <= start < end:
+                group, end = [*group, (value, copy)], max(end, stop)
+                continue
+            _share(group, begin, end)
+            group, begin, end = [(value, copy)], start, stop
+        _share(group, begin, end)
 
     def _take(self, nbytes: int) -> None:
         if nbytes > min(self._left, _MOST_BYTES // 4):
@@ -202,6 +225,35 @@ class Encoder:
         return id(value), None if value.is_inference() else value._version
 
 
+def _bytes_of(value: Tensor) -> Tensor:
+    """Return the memory from the first element of a tensor to the end of the last one."""
+    last = sum((size - 1) * stride for size, stride in zip(value.shape, value.stride(), strict=True))
+    begin, number = value.storage_offset() * value.element_size(), (last + 1) * value.element_size()
+    return torch.empty(0, dtype=torch.uint8, device=value.device).set_(value.untyped_storage(), begin, (number,), (1,))
+
+
+def _share(group: Sequence[tuple[Tensor, Tensor]], begin: int, end: int) -> None:
+    """Let copies be in one memory, at the places that the others have between two addresses."""
+    is_aligned = all((value.data_ptr() - begin) % value.element_size() == 0 for value, _ in group)
+    if len(group) < 2 or end - begin > _MOST_BYTES // 4 or not is_aligned:
+        return
+    memory = torch.zeros(end - begin, dtype=torch.uint8, device=group[0][0].device)
+    for value, copy in group:
+        place, content = value.data_ptr() - begin, _bytes_of(value)
+        memory[place : place + len(content)] = content
+        copy.set_(memory.untyped_storage(), place // value.element_size(), value.shape, value.stride())
+
+
+def storages_in(encoding: Any) -> set[int]:
+    """Return where the memory of the tensors of an encoding begins."""
+    if isinstance(encoding, Tensor):
+        return {storage_of(encoding)} - {0}
+    items = encoding.values() if isinstance(encoding, dict) else encoding
+    if not isinstance(encoding, list | tuple | dict) or is_unkept(encoding) or _are_scalars(items):
+        return set()
+    return set().union(*map(storages_in, items))
+
+
 def _are_scalars(values: Any) -> bool:
     return all(kind in SCALARS for kind in set(map(type, values)))
 
@@ -223,26 +275,48 @@ def same(one: Any, other: Any) -> bool:
     return bool(one == other) or (isinstance(one, float) and math.isnan(one) and math.isnan(other))
 
 
-def decoded(value: Any, device: torch.device | None, weights: Sequence[Tensor]) -> Any:
-    """Return the value of its encoding."""
-    if isinstance(value, Tensor):
-        return value.clone() if device is None else value.to(device, copy=True)
-    if isinstance(value, list | tuple):
-        return type(value)(decoded(each, device, weights) for each in value)
-    if not isinstance(value, dict):
-        return value
-    kind, content = value[_KIND], value["value"]
-    if isinstance(content, Tensor):
-        array = content.numpy().copy()
-        return array if kind == "ndarray" else array[()]
-    if kind == _WEIGHT:
-        return weights[content]
-    if kind == _PARAMETER:
-        tensor, requires_grad = content
-        return nn.Parameter(decoded(tensor, device, weights), bool(requires_grad))
-    made, items = _MADE[kind], decoded(content, device, weights)
-    if made is deque:
-        return deque(items, value.get("maxlen"))
-    if made is defaultdict:
-        return defaultdict(None, items)
-    return made(dict(items)) if issubclass(made, dict) else made(items)  # type: ignore[arg-type]
+class Decoder:
+    """Makes values of their encodings.
+
+    Args:
+        device: Where tensors belong; None for that of the encoding.
+        weights: As for `Encoder`.
+    """
+
+    def __init__(self, device: torch.device | None, weights: Sequence[Tensor]) -> None:
+        self._device, self._weights = device, weights
+        self._memory: dict[int, UntypedStorage] = {}  # by the address of the one that it is a copy of
+
+    def value(self, encoding: Any) -> Any:
+        """Return the value of an encoding."""
+        if isinstance(encoding, Tensor):
+            return self._copy(encoding, self._device or encoding.device)
+        if isinstance(encoding, list | tuple):
+            return type(encoding)(map(self.value, encoding))
+        if not isinstance(encoding, dict):
+            return encoding
+        kind, content = encoding[_KIND], encoding["value"]
+        if isinstance(content, Tensor):
+            array = self._copy(content, content.device).numpy()
+            return array if kind == "ndarray" else array[()]
+        if kind == _WEIGHT:
+            return self._weights[content]
+        if kind == _PARAMETER:
+            tensor, requires_grad = content
+            return nn.Parameter(self.value(tensor), bool(requires_grad))
+        made, items = _MADE[kind], self.value(content)
+        if made is deque:
+            return deque(items, encoding.get("maxlen"))
+        if made is defaultdict:
+            return defaultdict(None, items)
+        return made(dict(items)) if issubclass(made, dict) else made(items)  # type: ignore[arg-type]
+
+    def _copy(self, tensor: Tensor, device: torch.device) -> Tensor:
+        """Copy a tensor, with the memory that others share with it."""
+        place, memory = tensor.storage_offset(), tensor.untyped_storage()
+        if memory.nbytes() == 0:
+            return tensor.to(device, copy=True)
+        if memory.data_ptr() not in self._memory:
+            self._memory[memory.data_ptr()] = memory.clone().to(device=device)
+        like = torch.empty(0, dtype=tensor.dtype, device=device)
+        return like.set_(self._memory[memory.data_ptr()], place, tensor.shape, tensor.stride())

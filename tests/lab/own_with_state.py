@@ -317,6 +317,32 @@ class Aliased(nn.Module):
         return self.linear(x) * (1 + self.read)
 
 
+class Viewing(nn.Module):
+    """Writes into tensors and arrays by views of them, some of which it makes only in its first step."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(16, 4)
+        self.total, self.counts = torch.zeros(4), np.zeros(6, np.float32)
+        self.middle, self.odd, self.first = self.total[1:3], self.counts[1::2], torch.from_numpy(self.counts)[:2]
+        self.bank, self.rows, self.calls = None, [], 0
+
+    def forward(self, x):
+        if self.bank is None:
+            self.bank = torch.zeros(3, 4)
+            self.rows = [*self.bank, self.bank[:1].expand(2, 4)]
+        self.calls += 1
+        self.total[0] += 1
+        self.rows[self.calls % 3].add_(1)
+        if self.calls > 7:  # the last one before a restart
+            self.middle.mul_(1.5).add_(1)
+            self.odd += 1
+            self.first.add_(0.5)
+        return self.linear(x) / (
+            1 + self.total.sum() + float(self.counts.sum()) + self.bank.mean() + self.rows[3].sum()
+        )
+
+
 @dataclasses.dataclass(slots=True)
 class Slotted:
     calls: int = 0
@@ -481,6 +507,7 @@ CASES = {
     "hidden": {"model": Hidden},
     "settling": {"model": Settling},
     "aliased": {"model": Aliased},
+    "viewing": {"model": Viewing},
     "ema": {"optimizer": lambda: Averaged},
     "loss": {"loss": Centered},
     "model": {"model": Recurrent},
