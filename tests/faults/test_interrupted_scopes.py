@@ -137,6 +137,18 @@ def same_block_again():
         assert product() is torch.float32
 
 
+@amplab.autocast("cpu", torch.float16)
+def decorated_region():
+    with amplab.autocast("cpu", torch.bfloat16):
+        yield X @ X
+        yield X @ X
+
+
+def generator_with_a_region():
+    for _ in decorated_region():
+        X @ X
+
+
 BLOCKS = (
     engine,
     region,
@@ -147,6 +159,7 @@ BLOCKS = (
     another_state,
     decorated,
     generator,
+    generator_with_a_region,
     context_manager,
     returned_from_a_loop,
     goes_on,
@@ -296,7 +309,7 @@ class Interrupted(torch.nn.Module):
         self.linear = torch.nn.Linear(2, 2)
 
     def forward(self, x):
-        self.linear(x)
+        self.linear(x if isinstance(x, torch.Tensor) else next(x))
         raise KeyboardInterrupt
 
 
@@ -326,6 +339,32 @@ def test_a_mode_of_the_user_ends_with_its_block_after_an_interrupted_forward(mak
         with Passing() as mode, pytest.raises(KeyboardInterrupt):
             model(X)
         assert mode not in _get_current_function_mode_stack()
+        assert product() is torch.float32
+        assert thread_engines() == ()
+        assert _get_current_function_mode_stack() == []
+    finally:
+        amp.reset()
+
+
+def batches():
+    with amplab.autocast("cpu", torch.bfloat16):
+        while True:
+            yield X @ X
+
+
+@pytest.mark.parametrize("reads", ["model", "caller"])
+@pytest.mark.parametrize("make", MODELS.values(), ids=MODELS)
+def test_a_region_of_a_generator_ends_with_the_forward_that_an_interrupt_ends(make, reads):
+    """Nothing keeps the variables of the functions that the interrupt has ended, with the generator among them."""
+    model = make()
+
+    def train():
+        given = batches()
+        model(given if reads == "model" else next(given).float())
+
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            train()
         assert product() is torch.float32
         assert thread_engines() == ()
         assert _get_current_function_mode_stack() == []

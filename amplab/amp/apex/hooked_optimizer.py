@@ -477,7 +477,7 @@ class HookedOptimizer:
             self._step = _Step(frame, gradients if self._overflow else [], bool(gradients))
             for param, _ in self._step.parked:  # for an optimizer around another one
                 param.grad = None
-            if self._overflow is None and gradients:
+            if self._overflow is None and gradients and self.masters.pairs:
                 self.masters.begin_step(partial(is_running, frame, get_ident()))
         if not self._casts_in_step:
             suspend_casts(frame)

@@ -124,6 +124,7 @@ class CastingMode(ScopeMode, PreDispatchTorchFunctionMode):
                     has_ended is not None and has_ended()
                 ):
                     self.engine.drop_ended_scopes()
+                    watched = has_ended = None  # frees the frame of an interrupted call: it may hold a region
                 step = self.plan.get(func)
             if step is None:
                 result = func(*args, **kwargs) if kwargs else func(*args)

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple, TypeVar
 from torch._C._dynamo import eval_frame
 from torch.compiler import is_dynamo_compiling
 
-from amplab.policies.casting.thread_scopes import Scope, is_running
+from amplab.policies.casting.thread_scopes import Scope
 
 __all__ = ["HookScopes", "no_graph_of_its_own"]
 
@@ -34,8 +34,28 @@ def no_graph_of_its_own(hook: _Hook) -> _Hook:
 
 
 class _OpenCall(NamedTuple):
-    frame: FrameType | None
+    """A call that a hook has seen begin.
+
+    Attributes:
+        frames: The ids of the frame that runs it, and of its caller; None while torch.compile traces. A frame that is
+            kept after an interrupt would keep what the callers have: a generator with a region would never end.
+        scopes: What ends with it.
+    """
+
+    frames: tuple[int, int] | None
     scopes: list[AbstractContextManager[Any] | Scope]
+
+
+def _ids(frame: FrameType) -> tuple[int, int]:
+    return id(frame), id(frame.f_back)
+
+
+def _is_in_stack(frame: int, callee: FrameType) -> bool:
+    """Whether a frame runs that has called `callee`, by its id; one that has ended may have had the same."""
+    caller = callee.f_back
+    while caller is not None and id(caller) != frame:
+        caller = caller.f_back
+    return caller is not None
 
 
 class HookScopes(threading.local):
@@ -47,10 +67,11 @@ class HookScopes(threading.local):
     def enter(self, *scopes: AbstractContextManager[Any] | Scope) -> None:
         """Enter `scopes` until the end of the call that the calling hook belongs to."""
         frame = None if is_dynamo_compiling() else _getframe(2)
-        while self._calls and (last := self._calls[-1].frame) is not None and not is_running(last):
-            self._leave_last()
+        if frame is not None:
+            while self._calls and (last := self._calls[-1].frames) and not _is_in_stack(last[0], frame):
+                self._leave_last()
         entered: list[AbstractContextManager[Any] | Scope] = []
-        self._calls.append(_OpenCall(frame, entered))
+        self._calls.append(_OpenCall(None if frame is None else _ids(frame), entered))
         for scope in scopes:
             if isinstance(scope, Scope):
                 entered.append(scope)
@@ -67,8 +88,8 @@ class HookScopes(threading.local):
         """Leave the scopes of the call that the calling hook belongs to; does nothing if they have ended."""
         frame = None if is_dynamo_compiling() else _getframe(2)
         for place in reversed(range(len(self._calls))):
-            own = self._calls[place].frame
-            if own is None or frame is None or own is frame or own.f_back is frame:  # the caller's, after an exception
+            own = self._calls[place].frames
+            if own is None or frame is None or id(frame) in own:  # that of the caller, after an exception
                 while len(self._calls) > place:
                     self._leave_last()
                 return

@@ -213,6 +213,10 @@ class Scope:
         """Whether this is the scope of a block that runs, so that all blocks and calls around it do."""
         return self.frame is not None and not self.outlasts and not self.is_past()
 
+    def may_be_suspended(self) -> bool:
+        """Whether this is the scope of a block in a generator or coroutine."""
+        return not self.by_hook and self.watched is not None and bool(self.watched.f_code.co_flags & SUSPENDABLE)
+
     def has_ended_before_op(self) -> bool:
         """As `has_ended`, for `CastingMode.__torch_function__`: first checks the depth at which the frame was last."""
         try:
@@ -282,6 +286,7 @@ class Scope:
             thread.refresh(without=self)
             if self in scopes:
                 scopes.remove(self)
+        self.frame = self.watched = None  # or what the frame has would be kept, such as a generator with a region
         if engine is None:
             return
         for scope in scopes:
@@ -403,7 +408,8 @@ class CastingThread:
             return
         was_left_elsewhere, self.left_elsewhere = self.left_elsewhere, False
         ended = [scope for scope in reversed(self.scopes) if scope.has_ended()]
-        sees_grad_mode = before_op or any(isinstance(mode, CastingMode) and mode.live for mode in self.modes)
+        live = [mode for mode in self.modes if isinstance(mode, CastingMode) and mode.live]  # no generator, which may
+        sees_grad_mode = before_op or bool(live)  # end in a finalizer, where Python swallows an interrupt
         for scope in ended:
             scope.leave()
         if was_left_elsewhere:
@@ -459,15 +465,18 @@ class CastingThread:
         self._set_flag()
 
     def _watch(self, without: Scope | None) -> None:
-        """Let the live modes look at the innermost scope before each op."""
-        frame, places = None, _NOWHERE
-        for scope in reversed(self.scopes):
-            if scope.places and scope is not without:
-                frame, places = scope.watched, scope.places
+        """Let the live modes look at the innermost scope before each op, and at one around it that may end first."""
+        frame, places, has_ended = None, _NOWHERE, None
+        scopes = [scope for scope in self.scopes if scope is not without]
+        for place in range(len(scopes) - 1, -1, -1):
+            if scopes[place].places:
+                frame, places = scopes[place].watched, scopes[place].places
+                if place and scopes[place].may_be_suspended():
+                    has_ended = scopes[place - 1].has_ended
                 break
         for mode in self.modes:
             if mode.live and isinstance(mode, CastingMode):
-                mode.watched, mode.places = frame, places
+                mode.watched, mode.places, mode.has_ended = frame, places, mode.has_ended or has_ended
 
     def _share_plans(self, modes: _Modes) -> None:
         seen: set[str | None] = set()
