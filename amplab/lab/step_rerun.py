@@ -36,6 +36,11 @@ __all__ = ["CannotRunAgain", "StepBeginning", "StepRerun"]
 
 _HAS_CUDA = torch.backends.cuda.is_built()
 _BATCHES = 64  # kept of one step at most, since a loop may never step
+_ANOTHER_LOSS = "Pass step=, a function of the batch that computes the loss of the loop."
+_ANOTHER_STEP = (
+    "The function step= must compute the loss of the loop. What its code keeps from step to step is restored for it only "
+    "as far as amplab.watch says."
+)
 _SAME = 2**-7  # of a loss that runs again: a rerun follows the step op by op, which may round differently
 
 
@@ -246,9 +251,9 @@ class StepRerun:
                 )
             if not _is_near(loss, again):
                 raise CannotRunAgain(
-                    f"its loss was {short_text(loss)} in the loop, and is {short_text(again)} when it runs again. Pass "
-                    "step=, a function of the batch that computes the loss of the loop, and read w.batches(loader) in "
-                    "the loop: a reader in between that is one batch ahead gives each step the batch of the next one."
+                    f"its loss was {short_text(loss)} in the loop, and is {short_text(again)} when it runs again. "
+                    f"{_ANOTHER_LOSS if self._step is None else _ANOTHER_STEP} Read w.batches(loader) in the loop: a "
+                    "reader in between that is one batch ahead gives each step the batch of the next one."
                 )
             if math.isfinite(loss):
                 return

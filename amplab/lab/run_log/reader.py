@@ -37,6 +37,9 @@ _Entry = StepRow | Event
 def load_run(path: str | os.PathLike[str]) -> Run:
     """Read a run log, or the folder with the logs of all ranks of a run.
 
+    A log has no checksums, as a checkpoint has: that a line which can be read was altered, as by another digit in a
+    number, goes unseen.
+
     Returns:
         The run; if its last line is cut off, that line is dropped and `truncated` is True. Of a folder, one run with
         the runs of the ranks in `ranks`.
