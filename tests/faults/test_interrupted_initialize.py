@@ -156,7 +156,7 @@ in_which_files = pytest.mark.parametrize("folders", [AMPLABS, TORCHS], ids=["amp
 
 @every_kind
 def test_reset_undoes_an_interrupted_initialize(options, make):
-    check_initialize(options, make, every=97, folders=AMPLABS)
+    check_initialize(options, make, every=197, folders=AMPLABS)
 
 
 @pytest.mark.parametrize("options", [{"opt_level": "O0"}, *LEVELS.values()], ids=["O0", *LEVELS])
@@ -166,7 +166,7 @@ def test_an_interrupted_initialize_leaves_nothing(options):
 
 @every_kind
 def test_an_interrupt_waits_for_the_end_of_reset(options, make):
-    check_reset(options, make, every=53, folders=AMPLABS)
+    check_reset(options, make, every=107, folders=AMPLABS)
 
 
 FROM_LEVEL_TO_LEVEL = [(first, second) for first in ("O1", "O2", "O3") for second in ("O1", "O2") if first != second]
@@ -189,7 +189,7 @@ def test_an_interrupted_change_of_level_is_done_by_the_next_call(first, second):
         return reached, interrupt
 
     expected, _ = initialized()
-    for at in range(1, 20_000, 97):
+    for at in range(1, 20_000, 197):
         reached, interrupt = initialized(at)
         assert reached == expected, interrupt
         if interrupt is None:

@@ -174,15 +174,15 @@ class Subject:
 
 
 TOOLS = {
-    "xray": 97,
-    "xray_with_statistics": 97,
-    "xray_in_a_region": 97,
+    "xray": 197,
+    "xray_with_statistics": 197,
+    "xray_in_a_region": 197,
     "gradient_range": 13,
-    "first_nonfinite": 397,
+    "first_nonfinite": 797,
     "headroom": 13,
-    "doctor": 397,
-    "doctor_of_a_loop": 397,
-    "twin": 397,
+    "doctor": 797,
+    "doctor_of_a_loop": 797,
+    "twin": 797,
     "ladder": 1597,
 }
 """The tools, each with the distance of the points that CI interrupts."""
