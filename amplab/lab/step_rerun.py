@@ -38,8 +38,8 @@ _HAS_CUDA = torch.backends.cuda.is_built()
 _BATCHES = 64  # kept of one step at most, since a loop may never step
 _ANOTHER_LOSS = "Pass step=, a function of the batch that computes the loss of the loop."
 _ANOTHER_STEP = (
-    "The function step= must compute the loss of the loop. What its code keeps from step to step is restored only as far "
-    "as amplab.watch says."
+    "The function step= must compute the loss of the loop. What its code keeps from step to step is restored only as "
+    "far as amplab.watch says."
 )
 _SAME = 2**-7  # of a loss that runs again: a rerun follows the step op by op, which may round differently
 
