@@ -213,10 +213,6 @@ class Scope:
         """Whether this is the scope of a block that runs, so that all blocks and calls around it do."""
         return self.frame is not None and not self.outlasts and not self.is_past()
 
-    def may_be_suspended(self) -> bool:
-        """Whether this is the scope of a block in a generator or coroutine."""
-        return not self.by_hook and self.watched is not None and bool(self.watched.f_code.co_flags & SUSPENDABLE)
-
     def has_ended_before_op(self) -> bool:
         """As `has_ended`, for `CastingMode.__torch_function__`: first checks the depth at which the frame was last."""
         try:
@@ -467,11 +463,12 @@ class CastingThread:
     def _watch(self, without: Scope | None) -> None:
         """Let the live modes look at the innermost scope before each op, and at one around it that may end first."""
         frame, places, has_ended = None, _NOWHERE, None
-        scopes = [scope for scope in self.scopes if scope is not without]
+        scopes = self.scopes
         for place in range(len(scopes) - 1, -1, -1):
-            if scopes[place].places:
-                frame, places = scopes[place].watched, scopes[place].places
-                if place and scopes[place].may_be_suspended():
+            scope = scopes[place]
+            if scope.places and scope is not without:
+                frame, places = scope.watched, scope.places
+                if scope.outlasts and not scope.by_hook and place and scopes[place - 1] is not without:
                     has_ended = scopes[place - 1].has_ended
                 break
         for mode in self.modes:
