@@ -1,5 +1,6 @@
 """A time limit, as a handler of a signal that raises, ends every tool and every watched loop, wherever it comes."""
 
+import ctypes
 import errno
 import itertools
 import os
@@ -7,7 +8,6 @@ import posixpath
 import signal
 import tempfile
 import zipfile
-from array import array
 from dataclasses import replace
 
 import pytest
@@ -38,14 +38,14 @@ class Clock:
     """Sends a signal at one of its ticks."""
 
     def __init__(self):
-        self._ticks, self.ends = array("q", [0]), None  # not a plain number, which a watch restores after a rerun
+        self._ticks, self.ends = ctypes.c_long(0), None  # not a plain number, which a watch restores after a rerun
 
     @property
     def ticks(self):
-        return self._ticks[0]
+        return self._ticks.value
 
     def tick(self):
-        self._ticks[0] += 1
+        self._ticks.value += 1
         if self.ticks == self.ends:
             signal.raise_signal(signal.SIGUSR1)
 
@@ -61,7 +61,7 @@ class Clock:
     def passes(self, run, at_least):
         """Send the signal at each tick of `run`: what its handler raises comes out of it, and nothing stays on."""
         for self.ends in itertools.count(1):
-            self._ticks[0] = 0
+            self._ticks.value = 0
             try:
                 run()
             except Late:
