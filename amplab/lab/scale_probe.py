@@ -182,6 +182,18 @@ class ScaleProbe:
         """Note that the next iteration may start, before its loss is known."""
         self._hand_over()
 
+    def _at_loss(self) -> Callable[[ScaledLoss], None] | None:
+        """Return what is called with a loss: the step before, which an interrupt may have ended, is reported first."""
+        if self.see_loss is None:
+            return None
+        see_loss = self.see_loss
+
+        def see(loss: ScaledLoss) -> None:
+            self.at_forward()
+            see_loss(loss)
+
+        return unless_undone(see)
+
     def _hand_over(self) -> None:
         """Report the step that is over, if an interrupt has not let that happen."""
         if self._waiting is not None and self._report is not None:
@@ -200,16 +212,19 @@ class _ApexProbe(ScaleProbe):
         self._records: list[ScaleRecord] = []  # one for each backward of the optimizer since its last step
         self._scales: dict[int, float] = {}  # of the next loss, by the number of its scaler
         self._done: tuple[list[ScaleRecord], StepOutcome] | None = None  # the records and the outcome of a step
+        self._optimizer: Optimizer | None = None
+        self._last: StepOutcome | None = None  # the outcome of the last step
 
     def follow(self, optimizer: Optimizer, report: Report) -> Callable[[], None]:
-        self._report = report
+        self._report, self._optimizer, self._last = report, optimizer, self._session.last_step(optimizer)
         ends = [
             self._session.subscribe(unless_undone(self._see_scale)),
-            self._session.subscribe(unless_undone(self._see_record), optimizer, at_loss=self.see_loss),
+            self._session.subscribe(unless_undone(self._see_record), optimizer, at_loss=self._at_loss()),
             optimizer.register_step_post_hook(observing_steps(self._see_step, optimizer)).remove,
         ]
 
         def end() -> None:
+            self._recover()
             self._hand_over()
             for each in ends:
                 each()
@@ -237,12 +252,25 @@ class _ApexProbe(ScaleProbe):
     def _see_record(self, record: ScaleRecord) -> None:
         self._records.append(record)
 
+    def at_forward(self) -> None:
+        self._recover()
+        self._hand_over()
+
     def _see_step(self, optimizer: Optimizer, *_: object) -> None:
         self._hand_over()
-        last = self._session.last_step(optimizer)
-        # One line without a call: CPython lets no interrupt in between.
-        self._records, self._done = [], (self._records, last)
+        self._note(self._session.last_step(optimizer))
         self._hand_over()
+
+    def _recover(self) -> None:
+        """Note a step of which an interrupt has kept the record: its hook was not called, or did not get that far."""
+        if self._records and self._optimizer is not None and self._session.scalers:
+            last = self._session.last_step(self._optimizer)
+            if last is not self._last:
+                self._note(last)
+
+    def _note(self, last: StepOutcome) -> None:
+        # One line without a call: CPython lets no interrupt in between.
+        self._records, self._done, self._last = [], (self._records, last), last
 
     def _hand_over(self) -> None:
         if self._done is not None:
@@ -297,6 +325,8 @@ class _AmplabProbe(ScaleProbe):
         self._scaler = self.amp = scaler
         self._calls, self._rows = _Calls(), scaler._per_optimizer_states  # of the iteration of these calls
         self._heard = scaler._updated  # the iteration that was reported last
+        self._next_scale = 1.0  # after it
+        self._optimizer_id = 0
 
     def _see_call(self, optimizer: Optimizer, *_: object) -> None:
         rows = self._scaler._per_optimizer_states
@@ -305,35 +335,50 @@ class _AmplabProbe(ScaleProbe):
         self._calls.see(optimizer)
 
     def follow(self, optimizer: Optimizer, report: Report) -> Callable[[], None]:
-        self._report = report
-
-        def hear(record: ScaleRecord) -> None:
-            if self._waiting is not None:
-                self._hand_over()
-            rows = self._scaler._updated
-            if rows is self._heard:  # the record of another loss
-                return
-            calls, row = self._calls if rows is self._rows else _Calls(), rows.get(id(optimizer), {})
-            # The record is of the last step, which may be that of another optimizer, and of the first loss alone.
-            may_be_inf = record.found_inf or len(self._scaler._scales) > 1
-            skipped = may_be_inf and calls.found_inf() if calls.count else row.get("verdict", False)
-            if skipped is not record.skipped:
-                record = replace(record, skipped=skipped, first_nonfinite=None)
-            done = record if calls.count or skipped else None  # an update that sets the scale is not a step
-            self._waiting, self._heard = done, rows  # one line without a call: CPython lets no interrupt in between
-            self._hand_over()
-
+        self._report, self._optimizer_id, self._next_scale = report, id(optimizer), self.scale()
         ends = (
-            self._scaler.subscribe(unless_undone(hear), at_loss=self.see_loss),
+            self._scaler.subscribe(unless_undone(self._hear), at_loss=self._at_loss()),
             optimizer.register_step_post_hook(observing_steps(self._see_call, optimizer)).remove,
         )
 
         def end() -> None:
+            self._recover(has_ended=True)
             self._hand_over()
             for each in ends:
                 each()
 
         return end
+
+    def at_forward(self) -> None:
+        self._recover()
+        self._hand_over()
+
+    def _hear(self, record: ScaleRecord) -> None:
+        if self._waiting is not None:
+            self._hand_over()
+        if self._scaler._updated is not self._heard:  # else the record of another loss
+            self._note(self._scaler._updated, record)
+            self._hand_over()
+
+    def _recover(self, *, has_ended: bool = False) -> None:
+        """Note a step of which an interrupt has kept the record: in `update` after the scale has moved, or before."""
+        if self._scaler._updated is not self._heard:
+            self._note(self._scaler._updated, None)
+        elif self._calls.count and self._rows is not self._heard and (has_ended or self._scaler._was_interrupted()):
+            self._note(self._rows, None)
+
+    def _note(self, rows: dict[int, Any], record: ScaleRecord | None) -> None:
+        calls, row = self._calls if rows is self._rows else _Calls(), rows.get(self._optimizer_id, {})
+        # The record is of the last step, which may be that of another optimizer, and of the first loss alone.
+        may_be_inf = record is None or record.found_inf or len(self._scaler._scales) > 1
+        skipped = may_be_inf and calls.found_inf() if calls.count else row.get("verdict", False)
+        following = self.scale() if record is None else record.next_loss_scale
+        step: ScaledStep | ScaleRecord = record or ScaledStep(self._next_scale, following, skipped)
+        if isinstance(step, ScaleRecord) and skipped is not step.skipped:
+            step = replace(step, skipped=skipped, first_nonfinite=None)
+        done = step if calls.count or skipped else None  # an update that sets the scale is not a step
+        # One line without a call: CPython lets no interrupt in between.
+        self._waiting, self._heard, self._next_scale = done, rows, following
 
     @property
     def growth_interval(self) -> int | None:

@@ -115,6 +115,46 @@ def test_a_finished_step_is_in_the_log_once(face, every, tmp_path):
     assert len(lost) <= tried / 16, lost  # only a step whose outcome was not told yet
 
 
+SEE_A_STEP = "_AmplabProbe._see_call", "_Calls.see", "observe", "HookedOptimizer._after_step"
+"""Functions that the optimizer calls first after its step: before one of them, nothing tells that it has stepped."""
+
+
+@torch.no_grad()
+def loss_of(model):
+    return model(torch.ones(4, 2)).square().mean().item()
+
+
+@pytest.mark.parametrize("every", [7, pytest.param(1, marks=pytest.mark.long)])
+@pytest.mark.parametrize("goes_on", ["at once", "after update"])
+@pytest.mark.parametrize("face", ["amplab", "apex"])
+def test_a_step_that_has_changed_the_weights_is_recorded_with_its_loss(face, goes_on, every, tmp_path):
+    """An interrupt in the scaler, in the session, or in the hooks that see the step, takes no record."""
+    for at in itertools.count(1, every):
+        torch.manual_seed(0)
+        loop, made, interrupt = Loop(face, tmp_path / f"{at}.jsonl"), [], None
+        with loop.watch:
+            for number in range(5):
+                before, loss = loop.model.weight.detach().clone(), loss_of(loop.model)
+                if number == 2:
+                    interrupt = interrupted(loop.step, at, folders=[*FOLDERS, f"{PACKAGE}/amp"])
+                    if loop.scaler is not None and goes_on == "after update":
+                        with contextlib.suppress(AssertionError):  # before its step
+                            loop.scaler.update()
+                else:
+                    loop.step()
+                if not torch.equal(before, loop.model.weight):
+                    made.append(pytest.approx(loss, rel=1e-2))
+        amp.reset()
+        loop.recorded(interrupt)
+        taken = [record.loss for record in load_run(loop.watch.log_path).history.records() if not record.skipped]
+        if interrupt is None:
+            assert taken == made
+            assert len(made) >= 3
+            break
+        if not interrupt.where.endswith(SEE_A_STEP):
+            assert taken == made, interrupt
+
+
 @pytest.mark.parametrize("every", [3, pytest.param(1, marks=pytest.mark.long)])
 def test_a_flush_that_was_interrupted_is_done_again(every, tmp_path):
     for at in itertools.count(1, every):

@@ -16,6 +16,7 @@ import operator
 import sys
 import weakref
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from threading import get_ident
 from types import FrameType
@@ -486,20 +487,18 @@ class HookedOptimizer:
     def _after_step(self, _optimizer: Optimizer, _args: tuple[Any, ...], _kwargs: dict[str, Any]) -> None:
         if self._step is not None and self._step.frame is not sys._getframe(1):
             return
-        done = _STEPPED if self._step is None or self._step.had_gradients else _NO_GRADIENT
+        done, overflow = _STEPPED if self._step is None or self._step.had_gradients else _NO_GRADIENT, self._overflow
+        # First, and another object for each step: a watch sees that there was one, whatever stops the lines below.
+        self.outcome = replace(done) if overflow is None else _outcome_of_skip(overflow.record)
         self._end_step()
         if done is _STEPPED and not is_alone():
             self._steps += 1
-        overflow, self._overflow = self._overflow, None
+        self._overflow = None
         if self.masters.pairs:
             with without_function_modes():
                 for pair in self.masters.pairs:
                     pair.master.grad = None
-        if overflow is None:
-            self.outcome = done
-            return
-        self.outcome = _outcome_of_skip(overflow.record)
-        if self._announce:
+        if overflow is not None and self._announce:
             print(  # noqa: T201  the line that apex prints
                 f"Gradient overflow.  Skipping step, loss scaler {overflow.record.loss_id} "
                 f"reducing loss scale to {overflow.current_scale()}"

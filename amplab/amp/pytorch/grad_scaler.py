@@ -243,8 +243,12 @@ class GradScaler(torch.amp.GradScaler):
         return type(outputs)(products) if isinstance(outputs, (list, tuple)) else products
 
     def _begin_if_interrupted(self) -> None:
-        if self._unfinished.in_call() or (self._per_optimizer_states and self._unfinished.between_calls()):
+        if self._was_interrupted():
             self._begin_after_interrupt()
+
+    def _was_interrupted(self) -> bool:
+        """Whether an interrupt has ended this iteration before its update."""
+        return self._unfinished.in_call() or (bool(self._per_optimizer_states) and self._unfinished.between_calls())
 
     def _begin_after_interrupt(self) -> None:
         """Begin the next iteration, without an update, which the next one makes up for.
