@@ -20,6 +20,9 @@ between, as where a loop calls a method of the model and gives one loss for both
 only a session and amplab's scaler report the scales of several backwards of one step. A session unscales the gradients
 of each backward before it adds them, so that different scales do not mix.
 
+After an interrupt, the probe of a session or of amplab's scaler reports the step when the next loss or batch comes, or
+the watch ends, if the optimizer had stepped.
+
 `StepCounter` tells which losses come before, and which after, a step of one of several optimizers.
 """
 
