@@ -380,8 +380,9 @@ class _AmplabProbe(ScaleProbe):
         if isinstance(step, ScaleRecord) and skipped is not step.skipped:
             step = replace(step, skipped=skipped, first_nonfinite=None)
         done = step if calls.count or skipped else None  # an update that sets the scale is not a step
+        none_yet = _Calls()
         # One line without a call: CPython lets no interrupt in between.
-        self._waiting, self._heard, self._next_scale = done, rows, following
+        self._waiting, self._heard, self._next_scale, self._calls, self._rows = done, rows, following, none_yet, rows
 
     @property
     def growth_interval(self) -> int | None:
