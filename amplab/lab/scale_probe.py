@@ -266,7 +266,7 @@ class _ApexProbe(ScaleProbe):
 
     def _recover(self) -> None:
         """Note a step of which an interrupt has kept the record: its hook was not called, or did not get that far."""
-        if self._records and self._optimizer is not None and self._session.scalers:
+        if self._records and self._optimizer is not None and _knows(self._session, self._optimizer):
             last = self._session.last_step(self._optimizer)
             if last is not self._last:
                 self._note(last)
