@@ -150,6 +150,7 @@ def test_parameters_whose_grouping_was_interrupted_are_grouped_again():
     """Before, their gradients stayed scaled and found_inf 0: the list of parameters was known before its groups."""
     param = nn.Parameter(torch.zeros(4))
     for interrupt in interrupted_everywhere(lambda: first_use(param)):
+        torch.set_grad_enabled(True)  # an interrupt may have ended torch's own block of no_grad
         param.grad = torch.full((4,), 8.0)
         found_inf = UNSCALER[0].unscale_([param], 2.0)
         assert param.grad.tolist() == [4.0] * 4, interrupt
