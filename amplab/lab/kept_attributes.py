@@ -230,23 +230,15 @@ class _Part(NamedTuple):
 
 
 _PLAIN = frozenset((bool, int, float, str, bytes, type(None)))
+# OrderedDict is first: dict's methods do not keep its order.
+_BASES = OrderedDict, dict, list, set, deque, bytearray, array, tuple
 _OF_BYTES = bytearray, array
 _LAYOUTS = torch.strided, torch.sparse_coo
 
 
 def _base_of(kind: type) -> Any:
     """Return the kind of container that a class is, also one of one's own, whose methods may do more; else None."""
-    bases = (
-        OrderedDict,
-        dict,
-        list,
-        set,
-        deque,
-        bytearray,
-        array,
-        tuple,
-    )  # dict's methods do not keep an OrderedDict's order
-    return next((base for base in bases if issubclass(kind, base)), None)
+    return next((base for base in _BASES if issubclass(kind, base)), None)
 
 
 def _contents(base: Any, value: Any) -> list[Any]:
