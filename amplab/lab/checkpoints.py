@@ -35,6 +35,7 @@ from amplab.lab.config import OWN, ExperimentConfig
 from amplab.lab.experiment import Experiment
 from amplab.lab.rank_exchange import RankExchange
 from amplab.lab.run_log import create_free, launch_of
+from amplab.lab.run_log.checksums import is_check
 from amplab.lab.run_log.header import open_log
 from amplab.lab.run_log.lock import hold, is_held
 from amplab.lab.run_log.ranks import rank_log
@@ -293,7 +294,8 @@ def begin_again(log: Path, step: int) -> Path:
         with aside.open("rb") as old:
             file.write(old.readline())
             for line in old:
-                entry = json.loads(line) if line.endswith(b"\n") else None
+                # The next checksum of the process that goes on is of all lines that are kept.
+                entry = json.loads(line) if line.endswith(b"\n") and not is_check(line) else None
                 if entry is not None and (entry["step"] if isinstance(entry, dict) else entry[0]) < step:
                     file.write(line)
 

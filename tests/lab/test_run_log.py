@@ -9,6 +9,8 @@ import subprocess
 import sys
 import time
 import tracemalloc
+from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -23,6 +25,7 @@ from amplab.lab.events import MixedScales
 from amplab.lab.findings import observed_run
 from amplab.lab.history import row_of
 from amplab.lab.run_log import check_writable, free_path, new_path
+from amplab.lab.run_log.writer import ClosedLog
 from amplab.lab.run_store import RunStore
 from amplab.lab.watched_run import WatchedRun
 from amplab.launch import LaunchError, lessons_directory
@@ -73,7 +76,7 @@ def test_a_run_is_read_back_unchanged(path):
 def test_a_log_of_the_first_format_loads(path, tmp_path):
     header, *lines = (json.loads(line) for line in path.read_text(encoding="utf-8").splitlines())
     header |= {"amplab_run": 1, "columns": [{"score": "accuracy"}.get(name, name) for name in header["columns"][:-1]]}
-    old = [header, *(line[:-1] if isinstance(line, list) else line for line in lines)]
+    old = [header, *(line[:-1] if isinstance(line, list) else line for line in lines[:-1])]  # without the checksum
     (tmp_path / "old.jsonl").write_text("".join(json.dumps(line) + "\n" for line in old), encoding="utf-8")
     history = load_run(tmp_path / "old.jsonl").history
     assert [record.loss_scale for record in history.records()] == [record.loss_scale for record in RECORDS]
@@ -183,16 +186,69 @@ def test_a_damaged_histogram_is_named(path, damage):
         load_run(path)
 
 
+def without_checksums(path):
+    """The content of a log as an earlier version wrote it, which loads as it is."""
+    lines = path.read_bytes().splitlines(keepends=True)
+    return b"".join(line for line in lines if not line.startswith(b'{"event":"check"'))
+
+
+def test_no_altered_digit_goes_unseen(path):
+    """Every other digit at every place of a log that was closed: of numbers, of the config, of a checksum itself."""
+    whole, expected = path.read_bytes(), repr((load_run(path).history.records(), load_run(path).events))
+    digits = [place for place, byte in enumerate(whole) if byte in b"0123456789"]
+    assert len(digits) > 150
+    unseen = 0
+    for place in digits:
+        path.write_bytes(whole[:place] + (b"7" if whole[place : place + 1] != b"7" else b"3") + whole[place + 1 :])
+        with suppress(ValueError):
+            run = load_run(path)
+            unseen += not run.truncated and repr((run.history.records(), run.events)) != expected
+    assert unseen == 0
+
+
+def test_an_altered_line_is_told_with_the_lines_that_may_be_it(tmp_path):
+    log = RunLog(tmp_path / "run.jsonl", CONFIG)
+    for step in range(150):
+        log.append(replace(RECORDS[0], step=step))
+    log.close()
+    path = log.path
+    lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
+    checks = [number for number, line in enumerate(lines, 1) if '"check"' in line]
+    assert checks == [65, 130, 154]
+    altered = lines[99].replace("2.302585", "2.302586")
+    path.write_text("".join([*lines[:99], altered, *lines[100:]]), encoding="utf-8")
+    with pytest.raises(ValueError, match=r"lines 66 to 130 are not all as they were written: .* checksum in line 130"):
+        load_run(path)
+    path.write_text("".join(lines[:65]), encoding="utf-8")  # as the error says
+    assert len(load_run(path).history) == 63
+
+
+def test_a_log_that_is_continued_is_checked_as_one(tmp_path):
+    first = RunLog(tmp_path / "run.jsonl", CONFIG)
+    first.append(RECORDS[0])
+    first.close()
+    for continues in (first.closed, ClosedLog.of(first.path)):
+        copy = tmp_path / "copy.jsonl"
+        copy.write_bytes(first.path.read_bytes())
+        second = RunLog(copy, CONFIG, continues=continues._replace(place=ClosedLog.of(copy).place))
+        second.append(RECORDS[1])
+        second.close()
+        assert len(load_run(copy).history) == 2
+        assert copy.read_bytes().count(b'"check"') == 2
+        copy.unlink()
+
+
 def test_every_line_is_strict_json(path):
     lines = path.read_text(encoding="utf-8").splitlines()
     entries = [json.loads(line, parse_constant=refuse_constant) for line in lines]
     assert entries[0]["amplab_run"] == 4
     assert len(entries[0]["columns"]) == len(entries[1])
-    assert len(lines) == 8
+    assert len(lines) == 9
+    assert entries[-1]["event"] == "check"
 
 
 def test_cut_anywhere_in_the_last_line_it_loads_and_says_so(path, tmp_path):
-    data = path.read_bytes()
+    data = without_checksums(path)
     start_of_last = data.rstrip(b"\n").rfind(b"\n") + 1
     cut = tmp_path / "cut.jsonl"
     for end in range(start_of_last + 1, len(data) - 1):
@@ -505,6 +561,7 @@ def test_a_line_without_end_is_refused_and_never_read_whole(path, size):
 
 
 def test_a_long_line_is_read(path):
+    path.write_bytes(without_checksums(path))
     whole = path.read_text().splitlines(keepends=True)
     note = json.dumps({"event": "later", "step": 3, "text": "x" * 10**6}) + "\n"
     path.write_text("".join([*whole[:4], note, *whole[4:]]))

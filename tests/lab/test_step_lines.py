@@ -99,6 +99,7 @@ def test_damaged_lines_are_judged_as_single_ones(tmp_path, monkeypatch, damage):
 
 def test_an_array_over_two_lines_is_none(tmp_path):
     path = write(tmp_path / "run.jsonl", 0)
+    path.write_bytes(path.read_bytes().splitlines(keepends=True)[0])
     record = StepRecord(0, 1.0, 1.0, 1.0, False, None, "O1", None, 0.0, None, 0.0)
     line = json.dumps([getattr(record, name) for name in record.__dataclass_fields__])
     with path.open("a", encoding="utf-8") as file:

@@ -8,14 +8,15 @@ The first line is the header. Of several processes that train together each writ
 the header also has "rank", "world_size", "launch" and "held": the process locks its log while it writes it. An array is
 a step, in the order of "columns". An object is an event: a changed config, an injection, a finding, why a step was
 skipped, a histogram of the gradients, the bytes that training holds, a restart, or the scales of a step whose backwards
-had different ones; of one rank of several also its state, to compare the ranks, and "end", that the log was closed.
+had different ones; of one rank of several also its state, to compare the ranks, and "end", that the log was closed;
+among them are checksums of the lines before them, see `checksums`.
 Every line is valid JSON: NaN and inf are the words "nan", "inf" and "-inf", and a missing loss is null (up to format 2
-it was "nan" too). A step takes about 95 bytes: a million steps are 95 MB, a histogram of the gradients adds 200 bytes
+it was "nan" too). A step takes about 96 bytes: a million steps are 96 MB, a histogram of the gradients adds 200 bytes
 and 50 for each parameter.
 
 The files, by part::
 
-    the format       header, step_lines, event_lines, json_lines (what the three share)
+    the format       header, step_lines, event_lines, checksums, json_lines (what they share)
     where logs are   paths
     writing          writer (`RunLog`), lock (whether its process lives)
     reading          reader (`load_run`), run (`Run`, what is read), ranks (the logs of several ranks as one run)

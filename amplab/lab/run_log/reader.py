@@ -17,6 +17,7 @@ from amplab.lab.changes import config_changes, fault_change, restart_change, sta
 from amplab.lab.config import ExperimentConfig
 from amplab.lab.events import GradientSample, MixedScales, StepRow
 from amplab.lab.history import COLUMNS, History
+from amplab.lab.run_log.checksums import LineSums
 from amplab.lab.run_log.event_lines import Event, read_event
 from amplab.lab.run_log.header import COLUMNS_OF, LONGEST_HEADER, open_log, read_config, read_header
 from amplab.lab.run_log.json_lines import LONGEST_LINE, read_json
@@ -37,8 +38,8 @@ _Entry = StepRow | Event
 def load_run(path: str | os.PathLike[str]) -> Run:
     """Read a run log, or the folder with the logs of all ranks of a run.
 
-    A log has no checksums, as a checkpoint has: that a line which can be read was altered, as by another digit in a
-    number, goes unseen.
+    A line that was altered, as by another digit in a number, is told by the checksum after it (`run_log.checksums`).
+    Of a process that was killed, the last `CHECKED_LINES` lines at most have none.
 
     Returns:
         The run; if its last line is cut off, that line is dropped and `truncated` is True. Of a folder, one run with
@@ -56,9 +57,9 @@ def load_run(path: str | os.PathLike[str]) -> Run:
     if not path.exists():
         raise _missing(path)
     with open_log(path) as file:
-        header = read_header(path, file.readline(LONGEST_HEADER))
+        header = read_header(path, first := file.readline(LONGEST_HEADER))
         config = read_config(path, header["config"])
-        history, events, truncated = _read_entries(path, file, COLUMNS_OF[header["amplab_run"]])
+        history, events, truncated = _read_entries(path, file, COLUMNS_OF[header["amplab_run"]], LineSums(first))
     if header["amplab_run"] < 3 and isinstance(config, WatchedRun) and np.isnan(history.column("loss")).all():
         history.forget_losses()
     last = _keep_changes(path, history, config, events)
@@ -124,10 +125,12 @@ def _no_run(folder: Path) -> ValueError:
     return ValueError(f"{folder}: a folder of runs; expected one run: load {runs[0]}{among}.")
 
 
-def _read_entries(path: Path, file: BinaryIO, columns: list[str]) -> tuple[History, list[dict[str, Any]], bool]:
+def _read_entries(
+    path: Path, file: BinaryIO, columns: list[str], sums: LineSums
+) -> tuple[History, list[dict[str, Any]], bool]:
     """Return the steps and the events of a log, and whether its last line was cut off."""
     history, events = History(), list[dict[str, Any]]()
-    for number, entry, is_last in _numbered_entries(file, history, columns):
+    for number, entry, is_last in _numbered_entries(file, history, columns, sums):
         match entry:
             case None if is_last:
                 return history, events, True
@@ -149,6 +152,8 @@ def _read_entries(path: Path, file: BinaryIO, columns: list[str]) -> tuple[Histo
                     f"{path}: line {number} holds step {row[0]}; expected step {len(history)}, since lines are missing "
                     f"or repeated. To load the steps before it, delete line {number} and all lines after it."
                 )
+            case event if event["event"] == "check":
+                sums.check(path, number, event)
             case event if event["event"] == "memory":
                 held = {each.name: event[each.name] for each in fields(MemoryUse)}
                 history.keep_memory(event["step"], MemoryUse(**held))
@@ -158,7 +163,7 @@ def _read_entries(path: Path, file: BinaryIO, columns: list[str]) -> tuple[Histo
 
 
 def _numbered_entries(
-    file: BinaryIO, history: History, columns: list[str]
+    file: BinaryIO, history: History, columns: list[str], sums: LineSums
 ) -> Iterator[tuple[int, _Entry | None, bool]]:
     """Yield (line number, its entry, None if it is damaged, whether it is the last) from the second line of a file on.
 
@@ -167,6 +172,7 @@ def _numbered_entries(
     number, lines = 2, _next_lines(file)
     while lines:
         following = _next_lines(file) if lines[-1].endswith(b"\n") else []
+        sums.add(lines, number)
         numbered = [(each, line) for each, line in enumerate(lines, number) if line.strip()]  # an editor leaves blanks
         other = [(each, _read_line(line, columns)) for each, line in numbered if not line.startswith(b"[")]
         is_regular = columns == list(COLUMNS) and all(entry is not None for _, entry in other)

@@ -20,11 +20,13 @@ from io import FileIO
 from pathlib import Path
 from typing import NamedTuple
 from weakref import WeakSet
+from zlib import crc32
 
 from amplab.display.numbers import count
 from amplab.lab.config import ExperimentConfig
 from amplab.lab.events import GradientSample, MixedScales, StepRecord, StepRow
 from amplab.lab.history import row_of
+from amplab.lab.run_log.checksums import CHECKED_LINES, check_line, file_sum
 from amplab.lab.run_log.event_lines import mixed_scales_event, sample_event
 from amplab.lab.run_log.header import new_header
 from amplab.lab.run_log.json_lines import json_line
@@ -63,21 +65,33 @@ class ClosedLog(NamedTuple):
         size: in bytes.
         place: the device and the inode.
         header: the first line.
+        checksum: the CRC-32 of its bytes.
     """
 
     size: int
     place: tuple[int, int]
     header: bytes
+    checksum: int
 
     @classmethod
     def of(cls, path: Path) -> ClosedLog:
         """Return what the file at `path` is now. Raises: OSError."""
         with path.open("rb") as file:
-            return cls(os.fstat(file.fileno()).st_size, _place_of(file.fileno()), file.readline())
+            size = os.fstat(file.fileno()).st_size
+            return cls(size, _place_of(file.fileno()), file.readline(), file_sum(path, size))
 
     def is_at(self, path: Path) -> bool:
         """Return whether the file at `path` is this one, however long it is now. Raises: OSError."""
         return _place_of(path) == self.place
+
+
+class _Written(NamedTuple):
+    """What is in the file: its size and its CRC-32 up to the last whole line, what no checksum holds yet, the step."""
+
+    size: int = 0
+    checksum: int = 0
+    unchecked: int = 0  # lines
+    last_step: int | None = None  # of this process
 
 
 class RunLog:
@@ -115,8 +129,7 @@ class RunLog:
         self._file: FileIO | None = None  # until a full disk has space for it
         self._is_closed = self.is_mixed = False
         self._pending: list[str] = []  # lines that are not in the file yet
-        self._written: int | None = None  # the last step in the file
-        self._size = continues.size if continues else 0  # of the file, up to its last whole line
+        self._written = _Written(continues.size, continues.checksum) if continues else _Written()
         self._place, self._header = (0, 0), continues.header if continues else b""
         self._is_torn = False  # whether a write has begun that did not end
         self._retry = 0.0  # when a full disk is tried again
@@ -160,7 +173,8 @@ class RunLog:
             lines.insert(0, json_line(new_header(self.path, self._config, self._rank, is_held=is_held)))
             self._header = lines[0].encode()
         self._place = _place_of(file.fileno())
-        self._file, self._size, self._pending = file, size, lines  # no interrupt leaves a file without a header
+        written = self._written._replace(size=size)
+        self._file, self._written, self._pending = file, written, lines  # no interrupt leaves a file without a header
         return file
 
     def append(self, record: StepRecord) -> None:
@@ -198,12 +212,12 @@ class RunLog:
     @property
     def last_step(self) -> int | None:
         """The number of the last step that was appended; None before the first of this process."""
-        return _last_step(self._pending, self._written)
+        return _last_step(self._pending, self._written.last_step)
 
     @property
     def closed(self) -> ClosedLog:
         """What `continues` takes once it is closed, up to the last whole line that was written."""
-        return ClosedLog(self._size, self._place, self._header)
+        return ClosedLog(self._written.size, self._place, self._header, self._written.checksum)
 
     @property
     def waiting(self) -> int:
@@ -229,18 +243,26 @@ class RunLog:
         shorter = min(before, self._took)  # in the longer one the system may have run another process
         self._due = ended + min(FLUSH_SECONDS, shorter / _SHARE) if shorter > _QUICK else 0.0
 
-    def _write_block(self, file: FileIO) -> None:
-        """Write the first of the lines that wait. Raises OSError after those that fit."""
+    def _write_block(self, file: FileIO, *, checked: bool = False) -> None:
+        """Write the first of the lines that wait, and a checksum if it is due. Raises OSError after those that fit."""
+        lines, before = self._pending[:_BLOCK], self._written
         # A file name that is no UTF-8, in the text of an exception, must not end the training.
-        data = "".join(self._pending[:_BLOCK]).encode("utf-8", "backslashreplace")
+        data = "".join(lines).encode("utf-8", "backslashreplace")
+        if is_checked := checked or before.unchecked + len(lines) >= CHECKED_LINES:
+            data += check_line(_last_step(lines, before.last_step) or 0, crc32(data, before.checksum))
         end = self._end_of_file(file)
         self._is_torn = True
         written, refusal = self._write_lines(file, data, end)
-        done = data.count(b"\n", 0, written)
-        last = _last_step(self._pending[:done], self._written)
-        rest, size = self._pending[done:], end + written
+        done = min(data.count(b"\n", 0, written), len(lines))
+        after = _Written(
+            size=end + written,
+            checksum=crc32(data[:written], before.checksum),
+            unchecked=0 if is_checked and written == len(data) else before.unchecked + done,
+            last_step=_last_step(lines[:done], before.last_step),
+        )
+        rest = self._pending[done:]
         # One line without a call: CPython lets no interrupt in between.
-        self._pending, self._written, self._size, self._is_torn = rest, last, size, refusal is not None
+        self._pending, self._written, self._is_torn = rest, after, refusal is not None
         if refusal is not None:
             raise refusal
 
@@ -255,12 +277,12 @@ class RunLog:
         found = os.fstat(file.fileno())
         if not found.st_nlink:
             raise FileNotFoundError(errno.ENOENT, "it was deleted during the run", str(self.path))
-        if found.st_size < self._size:
+        if found.st_size < self._written.size:
             raise OSError(errno.EIO, "another program has shortened it during the run", str(self.path))
-        if self._is_torn and found.st_size > self._size:
-            file.truncate(self._size)
-            return self._size
-        self.is_mixed = self.is_mixed or found.st_size > self._size
+        if self._is_torn and found.st_size > self._written.size:
+            file.truncate(self._written.size)
+            return self._written.size
+        self.is_mixed = self.is_mixed or found.st_size > self._written.size
         return found.st_size
 
     def _write_lines(self, file: FileIO, data: bytes, end: int) -> tuple[int, OSError | None]:
@@ -294,6 +316,9 @@ class RunLog:
             if is_rank_log(self.path):
                 self.note("end", step=steps, raised=raised)
             self.flush()
+            if self._file is not None and self._written.unchecked and not self._is_forked():
+                with suppress(OSError):  # of a full disk: the steps are written, and load without a checksum
+                    self._write_block(self._file, checked=True)
         except DiskFull as error:
             lost = f"{error.strerror}; its last {count(self.waiting, 'line')} are lost"
             raise OSError(error.errno, lost, str(self.path)) from None
