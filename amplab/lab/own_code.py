@@ -26,7 +26,7 @@ from amplab.lab.own_values import SCALARS
 from amplab.trace.random_states import GENERATORS
 from amplab.trace.reached_values import cell_contents, reached_from
 
-__all__ = ["named_by"]
+__all__ = ["Followed", "followed_from", "named_by"]
 
 _MOST_OBJECTS = 20_000
 _MOST_ELEMENTS = 1_000  # of a container: a list of examples is long
@@ -102,25 +102,35 @@ class _OfCall(Names):
     """The arguments that every call of a function gets, such as a list."""
 
 
-class _Followed:
-    """Follows code from values; `found` has what keeps something, as `holders` takes it."""
+class Followed:
+    """Follows code from values.
+
+    Args:
+        values: functions, and objects whose code is followed.
+
+    Attributes:
+        found: what keeps something, as `own_objects.holders` takes it.
+        functions: those of one's own that were followed.
+        seen: all values that the code leads to, by id.
+    """
 
     def __init__(self, values: Iterable[Any]) -> None:
         self.found: list[Any] = []
+        self.functions: list[FunctionType] = []
         self._names = {"forward", "backward", "setup_context"}  # torch calls them
         self._spaces: list[Mapping[str, Any]] = []  # of classes and objects: what is named in them is followed
         self._classes: set[type] = set()
-        self._seen: dict[int, Any] = {}
+        self.seen: dict[int, Any] = {}
         waiting = [*values]
-        while waiting and len(self._seen) < _MOST_OBJECTS:
+        while waiting and len(self.seen) < _MOST_OBJECTS:
             value = waiting.pop()
             if self._is_new(value):
-                self._seen[id(value)] = value
+                self.seen[id(value)] = value
                 waiting += self._from(value)
             waiting = waiting or self._named_in_spaces()
 
     def _is_new(self, value: Any) -> bool:
-        return type(value) not in SCALARS and type(value) not in ProxyTypes and id(value) not in self._seen
+        return type(value) not in SCALARS and type(value) not in ProxyTypes and id(value) not in self.seen
 
     def _named_in_spaces(self) -> list[Any]:
         found = (space.get(name) for space in self._spaces for name in self._names & space.keys())
@@ -149,6 +159,7 @@ class _Followed:
         code, variables = function.__code__, function.__globals__
         if is_installed(code.co_filename) or is_installed(variables.get("__file__") or ""):
             return (vars(function).get("__wrapped__"),)
+        self.functions.append(function)
         self._names |= (names := _names_in(code))
         named = _Variables(function, variables, names)
         self.found += [named, Cells(function), Names(function, vars(function))]
@@ -223,13 +234,17 @@ def _names_in(code: CodeType) -> set[str]:
     return {*code.co_names}.union(*inner)
 
 
+def followed_from(values: Iterable[Any]) -> Followed:
+    """Follow the code that values lead to: functions that run in a step, and models. Sync: none."""
+    return Followed(reached for each in values for reached in reached_from(each))
+
+
 def named_by(values: Iterable[Any]) -> dict[str, Any]:
     """Return what keeps something for the code that values lead to, as `holders` takes it.
 
     Args:
-        values: Functions that run in a step, and models.
+        values: As for `followed_from`.
 
     Sync: none.
     """
-    followed = _Followed(reached for each in values for reached in reached_from(each))
-    return {str(place): each for place, each in enumerate(followed.found)}
+    return {str(place): each for place, each in enumerate(followed_from(values).found)}

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from amplab.lab.kept_attributes import KeptAttributes
 from amplab.lab.own_code import named_by
 from amplab.lab.own_objects import Names
+from amplab.lab.own_threads import Writer, writer_beside
 from amplab.trace.random_states import HostStates
 
 __all__ = ["CodeBefore", "StepCode"]
@@ -79,8 +80,12 @@ class StepCode:
         """Return all that code keeps. Sync: none."""
         if not self._keeps:
             return KeptAttributes({})
-        followed = named_by([self._model, *map(inspect.unwrap, self._functions)])
+        followed = named_by(self._code())
         return KeptAttributes({"model": self._model}, self._weights, followed=followed)
+
+    def writer_beside(self) -> Writer | None:
+        """Return a thread that may write to what the code keeps; None if there is none. Sync: none."""
+        return writer_beside(self._code()) if self._keeps else None
 
     def take_back(self, before: KeptAttributes, *, draws: bool) -> None:
         """Let code keep what it kept before a rerun, and note what that has changed.
@@ -92,6 +97,9 @@ class StepCode:
         self.is_taken_back = before.restore() and self.is_taken_back
         self._changing |= before.changed
         self._draws = self._draws or draws
+
+    def _code(self) -> list[Any]:
+        return [self._model, *map(inspect.unwrap, self._functions)]
 
     def _weights(self) -> list[Tensor]:
         """The tensors that a tool restores itself."""

@@ -202,7 +202,7 @@ class StepRerun:
 
         Raises:
             CannotRunAgain: The loop calls the model in an autocast region, and this run did not; the batch was written
-                to; the loss is another one, or may be, since code has changed what it keeps.
+                to; the loss is another one, or may be, since code has changed what it keeps; a thread may write to it.
             NeedsOtherRanks: It waits for other ranks, which may not run the step again.
 
         Sync: as many as several steps, for each batch up to the first that no scale mends.
@@ -210,6 +210,11 @@ class StepRerun:
         if exchanging := exchanges_in_forward(self._model):
             raise NeedsOtherRanks(
                 f"{exchanging} exchanges values with the other ranks in its forward. On one rank alone it would wait."
+            )
+        if writer := self._code.writer_beside():
+            raise CannotRunAgain(
+                f"the thread {writer.thread} may write to {writer.what}, which the code of the step names too: what "
+                "it writes while the step runs again would be taken back. End the thread, or let step= use a copy."
             )
         first: FirstNonfinite | None = None
         fits = loss_scale

@@ -764,7 +764,9 @@ def watch(
     variables, also those of your other files, of a thread and of a context, attributes of your functions and classes,
     and what containers, arrays and objects of your own classes hold. Iterators, files, caches of functools,
     attributes of scripted modules, what objects after the first 1,000 of a container hold, and objects, classes and
-    modules of installed packages are not taken back.
+    modules of installed packages are not taken back. A step does not run again while a `threading.Thread` of yours runs
+    code that may write to what its code names. Of a thread of a pool that is not known: what it writes to such things
+    while a step runs again is taken back.
 
     A step with a closure, ``optimizer.step(closure)``, uses the gradients that the closure computes. Measured and
     explained are those of its first run, as LBFGS runs it several times in a step. Hooks of other code on the step may

@@ -1,0 +1,202 @@
+"""A watch beside threads of one's own: what they write is never taken back, and those that share nothing are no bar."""
+
+import queue
+import threading
+import warnings
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+import amplab
+
+COUNT = 0
+
+
+class Attribute:
+    def __init__(self) -> None:
+        self.number = 0
+
+    def put(self) -> None:
+        self.number += 1
+
+    def sample(self) -> int:
+        return self.number
+
+
+class InList(Attribute):
+    def __init__(self) -> None:
+        self.items: list[int] = []
+
+    def put(self) -> None:
+        self.items.append(1)
+
+    def sample(self) -> int:
+        return len(self.items)
+
+
+class InArray(Attribute):
+    def __init__(self) -> None:
+        self.items = np.zeros(1, dtype=np.int64)
+
+    def put(self) -> None:
+        self.items[0] += 1
+
+    def sample(self) -> int:
+        return int(self.items[0])
+
+
+class InTensor(InArray):
+    def __init__(self) -> None:
+        self.items = torch.zeros(1, dtype=torch.int64)
+
+
+class InFile:
+    def put(self) -> None:
+        global COUNT  # noqa: PLW0603
+        COUNT += 1
+
+    def sample(self) -> int:
+        return COUNT
+
+
+class InClosure:
+    def __init__(self) -> None:
+        number = 0
+
+        def put() -> None:
+            nonlocal number
+            number += 1
+
+        self.put, self.sample = put, lambda: number
+
+
+KINDS = [Attribute, InList, InArray, InTensor, InFile, InClosure]
+
+
+def train(loss_of, model, work=None, steps=6):
+    """Train beside a thread that works all the time, with a scale at which each step is skipped."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    scaler = amplab.GradScaler("cpu", init_scale=2.0**60)
+    ends, done = threading.Event(), 0
+
+    def runs() -> None:
+        nonlocal done
+        while not ends.is_set():
+            work()
+            done += 1
+            ends.wait(1e-4)
+
+    thread = threading.Thread(target=runs, name="actor", daemon=True)
+    if work is not None:
+        thread.start()
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            with amplab.watch(model, optimizer, scaler=scaler, step=loss_of) as watched:
+                for batch in watched.batches([torch.ones(8, 4)] * steps):
+                    optimizer.zero_grad()
+                    scaler.scale(loss_of(batch)).backward()
+                    scaler.step(optimizer)
+                    scaler.update()
+    finally:
+        ends.set()
+        if work is not None:
+            thread.join()
+    assert watched.history.skip_count == steps
+    return watched, done
+
+
+def run_beside(kind, works=True):
+    global COUNT
+    COUNT, model, buffer = 0, nn.Linear(4, 1), kind()
+
+    def loss_of(batch):
+        read = buffer.sample()
+        with amplab.autocast("cpu", torch.float16):
+            return model(batch).float().square().mean() + 0 * read
+
+    watched, done = train(loss_of, model, buffer.put if works else None)
+    return watched, done, buffer.sample()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_a_thread_writes_to_what_a_step_reads_is_never_taken_back(kind):
+    watched, done, held = run_beside(kind)
+    assert (held, done > 20) == (done, True)
+    assert "the thread actor may write to" in watched.failures[0]
+    assert "End the thread, or let step= use a copy." in watched.failures[0]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_without_the_thread_skipped_steps_run_again(kind):
+    watched, _, _ = run_beside(kind, works=False)
+    assert watched.failures == ()
+    assert watched.history.explanations[0].kind == "scale"
+
+
+class Settings:
+    def __init__(self) -> None:
+        self.factor, self.seen = 1.0, 0
+
+
+def test_a_thread_that_shares_nothing_it_writes_to_is_no_bar():
+    """It reads what the step reads, as settings, and writes to a queue of its own."""
+    model, settings, ahead, ready = nn.Linear(4, 1), Settings(), queue.Queue[float](), []
+
+    def work():
+        ahead.put(settings.factor)
+        ready.append(ahead.get())
+
+    def loss_of(batch):
+        with amplab.autocast("cpu", torch.float16):
+            return settings.factor * model(batch).float().square().mean()
+
+    watched, done = train(loss_of, model, work)
+    assert watched.failures == ()
+    assert watched.history.explanations[0].kind == "scale"
+    assert len(ready) == done > 20
+
+
+def test_a_thread_that_runs_the_model_is_told():
+    model, seen = nn.Sequential(nn.BatchNorm1d(4), nn.Linear(4, 1)), []
+
+    def act():
+        with torch.no_grad():
+            seen.append(model(torch.ones(2, 4)))
+
+    def loss_of(batch):
+        with amplab.autocast("cpu", torch.float16):
+            return model(batch).float().square().mean()
+
+    watched, _ = train(loss_of, model, act)
+    assert "the thread actor may write to an object of class" in watched.failures[0]
+
+
+class Actor(threading.Thread):
+    def __init__(self, items):
+        super().__init__(name="one of a class", daemon=True)
+        self.items, self.ends = items, threading.Event()
+
+    def run(self):
+        while not self.ends.is_set():
+            self.items.append(1)
+            self.ends.wait(1e-4)
+
+
+def test_a_class_of_threads_is_followed():
+    model, items = nn.Linear(4, 1), []
+    actor = Actor(items)
+
+    def loss_of(batch):
+        with amplab.autocast("cpu", torch.float16):
+            return model(batch).float().square().mean() + 0 * len(items)
+
+    actor.start()
+    try:
+        watched, _ = train(loss_of, model)
+    finally:
+        actor.ends.set()
+        actor.join()
+    assert "the thread one of a class may write to an object of class list" in watched.failures[0]
