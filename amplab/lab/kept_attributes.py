@@ -28,8 +28,8 @@ from amplab.trace.tensor_copies import write_value
 
 __all__ = ["KeptAttributes"]
 
-_MOST_BYTES, _MOST_BYTES_OF_STEP = 2**26, 2**20  # of tensors and arrays
-_MOST_ELEMENTS, _MOST_ELEMENTS_OF_STEP = 1_000_000, 20_000  # of containers; of longer lists, appends are taken back
+_MOST_BYTES, _MOST_BYTES_OF_STEP = 2**28, 2**20  # of tensors and arrays
+_MOST_ELEMENTS, _MOST_ELEMENTS_OF_STEP = 4_000_000, 20_000  # of containers; of longer lists, appends are taken back
 _OF_A_TENSOR = 20  # elements, by the time that it takes
 _DEPTH = 16
 _CPU = torch.device("cpu")
@@ -44,10 +44,11 @@ class KeptAttributes:
         weights: Returns tensors that are kept in another way, as is what shares memory with them.
         followed: More of them; see `own_objects.holders`.
         is_of_step: Whether it is made before each step, and may take little time: up to 1 MiB of tensors and arrays and
-            20,000 elements are kept, otherwise 64 MiB and a million.
+            20,000 elements are kept, otherwise 256 MiB and four million.
 
     Attributes:
         changed: The objects in which `look` or `restore` has found a change, by id and kind.
+        unkept: What is not kept and may change unseen, in words; "" if there is nothing.
 
     >>> class Model(torch.nn.Module):
     ...     def __init__(self):
@@ -74,7 +75,7 @@ class KeptAttributes:
         self._storages: set[int] | None = None
         self._bytes_left = _MOST_BYTES_OF_STEP if is_of_step else _MOST_BYTES
         self._elements_left = _MOST_ELEMENTS_OF_STEP if is_of_step else _MOST_ELEMENTS
-        self._is_complete = True
+        self.unkept = ""
         self._seen: set[int] = set()
         self._parts: list[_Part] = []
         self.changed: dict[tuple[int, type[Names]], Names] = {}
@@ -101,6 +102,11 @@ class KeptAttributes:
         """Whether code has drawn from a random generator of its own since then."""
         return any(part.is_of_generator and not part.is_same() for part in self._parts)
 
+    @property
+    def has_lost(self) -> bool:
+        """Whether something has changed that was seen and not kept, as a large tensor."""
+        return any(part.restore is None and not part.is_same() for part in self._parts)
+
     def look(self) -> None:
         """Note in `changed` what is not as it was."""
         for part in self._parts:
@@ -111,7 +117,7 @@ class KeptAttributes:
 
         Contents that are unchanged are not written.
         """
-        is_all = self._is_complete
+        is_all = not self.unkept
         for part in self._parts:
             is_same = self._is_same(part)
             if part.restore is None:
@@ -134,7 +140,7 @@ class KeptAttributes:
                 if type(value) not in _PLAIN:
                     self._keep_contents(names, value)
         except RuntimeError:  # a thread of one's own changes one meanwhile, or a strange tensor has no copy
-            self._is_complete = False
+            self.unkept = self.unkept or f"an object of class {type(names.owner).__name__} that cannot be copied"
 
     def _keep_contents(self, names: Names, value: Any, depth: int = 0) -> None:
         kind = type(value)
@@ -162,7 +168,7 @@ class KeptAttributes:
         number = base.__len__(value)
         is_kept = number <= self._elements_left and depth < _DEPTH
         if not is_kept:
-            self._is_complete = False
+            self.unkept = self.unkept or f"a {type(value).__name__} of {number:,} elements, {depth} levels deep"
             if base is list:
                 self._parts.append(_Part(names, partial(_is_no_longer, value, number), partial(_cut, value, number)))
             return
@@ -177,7 +183,7 @@ class KeptAttributes:
 
     def _keep_objects(self, names: Names, value: Any, depth: int) -> None:
         if value.size > self._elements_left or depth == _DEPTH:
-            self._is_complete = False
+            self.unkept = self.unkept or f"an array of {value.size:,} objects, {depth} levels deep"
             return
         self._elements_left -= value.size
         before = value.copy()
@@ -195,7 +201,7 @@ class KeptAttributes:
         nbytes, version = _nbytes(value), None if is_array else _version_of(value)
         if nbytes > self._bytes_left or self._elements_left < _OF_A_TENSOR:
             if version is None:
-                self._is_complete = False
+                self.unkept = self.unkept or f"{'an array' if is_array else 'a tensor'} of {nbytes / 2**20:.0f} MiB"
             else:
                 self._parts.append(_Part(names, partial(_has_version, value, version), None))
             return
@@ -270,15 +276,32 @@ def _restore_contents(base: Any, value: Any, before: list[Any]) -> object:
         except BufferError:  # another size, of which something else has a view
             return False
         return None
-    base.clear(value)
-    if issubclass(base, dict):
-        for key, each in before:
-            base.__setitem__(value, key, each)
+    if base is list:
+        list.__setitem__(value, slice(None), before)
     elif base is set:
+        base.intersection_update(value, before)
         base.update(value, before)
+    elif issubclass(base, dict):
+        _restore_entries(base, value, before)
+    elif base.__len__(value) == len(before):
+        for place, each in enumerate(before):
+            base.__setitem__(value, place, each)
     else:
+        base.clear(value)
         base.extend(value, before)
     return None
+
+
+def _restore_entries(base: Any, value: Any, before: list[Any]) -> None:
+    """Write into the entries that are there, so that a loop over them goes on; those behind them are new."""
+    now = [key for key, _ in _contents(base, value)]
+    if all(key is other for key, (other, _) in zip(now, before, strict=False)) and len(now) >= len(before):
+        for key in reversed(now[len(before) :]):
+            base.__delitem__(value, key)
+    else:
+        base.clear(value)
+    for key, each in before:
+        base.__setitem__(value, key, each)
 
 
 def _is_no_longer(value: list[Any], length: int) -> bool:

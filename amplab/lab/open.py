@@ -114,7 +114,7 @@ def open(
     not changed. What `step` and functions in hooks use besides the model, such as a teacher, and a loss that is no
     module, are not copied: make them a part of the model for each run to begin with them as they are now. A look at a
     step, such as a trace, runs it once more, and leaves attributes of modules, hooks and losses and variables of the
-    functions around them as they were, with numbers, text, tensors, arrays, lists and dicts in them up to 64 MiB, and
+    functions around them as they were, with numbers, text, tensors, arrays, lists and dicts in them up to 256 MiB, and
     in attributes also up to 1,000 objects of your own classes with the modules in them. Other objects, such as those
     that `step` or a function names, and global variables are as after one more step: a cell may change them meanwhile.
     `open` returns when the trace that the page shows first is done. While such an experiment runs, each step seeds the
@@ -125,8 +125,9 @@ def open(
     their hooks. So does what the model, a loss that is a module, optimizers, the hooks of these, and data with samplers
     and datasets keep in attributes of their own, such as a counter: numbers, text, tensors, arrays of numbers, and
     lists and dicts of them, also in objects of your own classes, such as a meter, with the weights of modules in them,
-    such as an average of weights. What functions and `step` name, and other objects in attributes, such as a generator
-    of random numbers, begin anew.
+    such as an average of weights. Of these, tensors and arrays in a model, a loss and optimizers are those of the saved
+    run even if it has not changed them, as random features. What functions and `step` name, and other objects in
+    attributes, such as a generator of random numbers, begin anew.
 
     Args:
         config: An `ExperimentConfig`, or its string as a dashboard's `config()` returns it; None for the default one.

@@ -11,7 +11,16 @@ from torch.optim import Optimizer
 
 from amplab.lab.compute_threads import own_number_kept
 from amplab.lab.kept_attributes import KeptAttributes
-from amplab.lab.own_state import State, add_state, changes, in_another_session, lost_changes, own_state
+from amplab.lab.own_state import (
+    State,
+    add_state,
+    changes,
+    differing,
+    in_another_session,
+    lost_changes,
+    made,
+    own_state,
+)
 from amplab.lab.tasks import Task
 from amplab.trace.as_found import Undo
 
@@ -58,7 +67,8 @@ class OwnChanges:
         """Return what `load` needs, and the names of what a file cannot hold."""
         now = self._now()
         switched = {name: on for name, on in self._switches().items() if self._begun_switches.get(name, on) != on}
-        return {"own": changes(now, self._begun), "switched": switched}, lost_changes(now, self._begun)
+        state = {"own": changes(now, self._begun), "made": made(now), "switched": switched}
+        return state, lost_changes(now, self._begun)
 
     def load(self, state: Mapping[str, Any]) -> list[str]:
         """Take over what `state` returned for another run; return the names of objects that are not here.
@@ -66,8 +76,10 @@ class OwnChanges:
         Raises:
             RunStateError: A value that `state` does not return.
         """
-        device = next((each.device for each in self._tensors()), None)
-        missing = add_state(self._roots(), state.get("own", {}), device, self._tensors())
+        device, own = next((each.device for each in self._tensors()), None), state.get("own", {})
+        drawn = differing(state.get("made", {}), self._now())
+        both = {path: {**drawn.get(path, {}), **own.get(path, {})} for path in {**own, **drawn}}
+        missing = add_state(self._roots(), both, device, self._tensors())
         if self._model is not None:
             _switch(self._model, state.get("switched", {}))
         return missing

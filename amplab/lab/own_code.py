@@ -26,7 +26,7 @@ from amplab.lab.own_values import SCALARS
 from amplab.trace.random_states import GENERATORS
 from amplab.trace.reached_values import cell_contents, reached_from
 
-__all__ = ["Followed", "followed_from", "named_by"]
+__all__ = ["Followed", "named_by"]
 
 _MOST_OBJECTS = 20_000
 _MOST_ELEMENTS = 1_000  # of a container: a list of examples is long
@@ -234,17 +234,13 @@ def _names_in(code: CodeType) -> set[str]:
     return {*code.co_names}.union(*inner)
 
 
-def followed_from(values: Iterable[Any]) -> Followed:
-    """Follow the code that values lead to: functions that run in a step, and models. Sync: none."""
-    return Followed(reached for each in values for reached in reached_from(each))
-
-
 def named_by(values: Iterable[Any]) -> dict[str, Any]:
     """Return what keeps something for the code that values lead to, as `holders` takes it.
 
     Args:
-        values: As for `followed_from`.
+        values: Functions that run in a step, and models.
 
     Sync: none.
     """
-    return {str(place): each for place, each in enumerate(followed_from(values).found)}
+    followed = Followed(reached for each in values for reached in reached_from(each))
+    return {str(place): each for place, each in enumerate(followed.found)}

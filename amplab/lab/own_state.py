@@ -1,9 +1,11 @@
 """What objects of one's own keep besides weights: numbers, text, tensors and lists in their attributes.
 
 A sampler counts its epochs, an optimizer its steps, a model its calls. A run that goes on in another process builds the
-objects anew; what had changed in them since they were built is in its checkpoint.
+objects anew; what had changed in them since they were built is in its checkpoint, and so are tensors and arrays that a
+model, a loss and optimizers have made, such as random features.
 
     own_state(roots)           what they keep now, by where it is
+    made(state)                tensors and arrays that are as they were made; `differing` are those that are others now
     changes(state, before)     what is other than before; `lost_changes` names the objects of which that is not known
     add_state(roots, changes)  set it, in another process; `set_back` sets a whole state of this process
 
@@ -31,13 +33,24 @@ from amplab.lab.own_values import (
     Decoder,
     Encoder,
     UnkeptValue,
+    has_tensors,
     is_gone,
     is_unkept,
     same,
-    storages_in,
+    shared_in,
 )
 
-__all__ = ["State", "add_state", "changes", "in_another_session", "lost_changes", "own_state", "set_back"]
+__all__ = [
+    "State",
+    "add_state",
+    "changes",
+    "differing",
+    "in_another_session",
+    "lost_changes",
+    "made",
+    "own_state",
+    "set_back",
+]
 
 State = dict[str, dict[str, Any]]
 """Values by name, by the path of the object that has them."""
@@ -71,6 +84,24 @@ def changes(state: State, before: State) -> State:
     return {path: values for path, values in _all_changes(state, before) if not any(map(is_unkept, values.values()))}
 
 
+def made(state: State) -> State:
+    """Return the tensors and arrays that code has made, such as random features, which it may make otherwise again."""
+    found = {
+        path: {name: value for name, value in values.items() if has_tensors(value)} for path, values in state.items()
+    }
+    return {path: values for path, values in found.items() if values}
+
+
+def differing(state: State, now: State) -> State:
+    """Return the values of a part of `state` that are others now, of objects and names that are there."""
+    found = {
+        path: {name: each for name, each in values.items() if name in now[path] and not same(each, now[path][name])}
+        for path, values in state.items()
+        if path in now
+    }
+    return {path: values for path, values in found.items() if values}
+
+
 def lost_changes(state: State, before: State) -> list[str]:
     """Return the paths of the objects whose changes `changes` leaves out."""
     return [path for path, values in _all_changes(state, before) if any(map(is_unkept, values.values()))]
@@ -92,20 +123,15 @@ def add_state(
     """
     found, decoder = dict(holders(roots)), Decoder(device, weights)
     missing = [path for path in state if path not in found]
-    shared: dict[int, tuple[Any, Any, Any]] = {}  # by the object that it replaces: that, the encoding, the value
     for path, names in found.items():
         for name, encoded in state.get(path, {}).items():
             if is_gone(encoded):
                 if name in names and names.takes(name, None):
                     names.remove(name)
                 continue
-            old, known, value = shared.get(id(names.get(name)), (None, None, None))
-            if old is None or not same(encoded, known):  # else two names stand for one object, as before
-                old, value = names.get(name), _value_of(encoded, decoder, f"{path}.{name}")
-                if isinstance(value, defaultdict):  # whose function is no value
-                    value.default_factory = getattr(old, "default_factory", None)
-                if not isinstance(old, SCALARS):
-                    shared.setdefault(id(old), (old, encoded, value))
+            value = _value_of(encoded, decoder, f"{path}.{name}")
+            if isinstance(value, defaultdict):  # whose function is no value
+                value.default_factory = getattr(names.get(name), "default_factory", None)
             if names.takes(name, value):
                 names.set(name, value)
             elif path not in missing:
@@ -144,10 +170,10 @@ def in_another_session(state: State, now: State) -> State:
 
 def _all_changes(state: State, before: State) -> Iterator[tuple[str, dict[str, Any]]]:
     found = {path: _changed(values, before.get(path, {})) for path, values in state.items()}
-    memory = set[int]().union(*(storages_in(new) for new in found.values()))
+    shared = set[int]().union(*(shared_in(value) for new in found.values() for value in new.values()))
     for path, new in found.items():
-        # What shares memory with a new value is replaced with it.
-        new |= {name: value for name, value in state[path].items() if memory & storages_in(value)}
+        # What shares memory or a container with a new value is replaced with it.
+        new |= {name: value for name, value in state[path].items() if shared & shared_in(value)}
         if new:
             yield path, new
 

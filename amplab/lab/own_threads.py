@@ -1,16 +1,21 @@
-"""`writer_beside`: whether a thread of one's own may write to what the code of a step keeps.
+"""Threads of one's own beside a step that runs again: one may write to what its code keeps, or be waited for.
 
-A rerun of a step takes back what its code changes, and would take back what the thread has written meanwhile. Looked at
-is the code of each `threading.Thread`, as far as the names in it lead. What a thread of a pool runs is not known.
+A rerun takes back what the code of the step changes, and would take back what a thread has written meanwhile. It could
+wait forever for what a thread does once for each step. Looked at is the code of the step and of each
+`threading.Thread`, as far as the names in it lead. What a thread of a pool runs is not known.
 """
 
 from __future__ import annotations
 
 import dis
+import multiprocessing.queues
+import queue
 import threading
 from array import array
 from collections import deque
 from collections.abc import Iterable, Iterator
+from multiprocessing.connection import Connection
+from multiprocessing.synchronize import SemLock
 from threading import Thread
 from types import CodeType, FunctionType
 from typing import Any, NamedTuple
@@ -18,11 +23,11 @@ from typing import Any, NamedTuple
 import numpy as np
 from torch import Tensor, nn
 
-from amplab.lab.own_code import Followed, followed_from
+from amplab.lab.own_code import Followed
 from amplab.lab.own_objects import is_followed, names_of
 from amplab.trace.random_states import GENERATORS
 
-__all__ = ["Writer", "writer_beside"]
+__all__ = ["Writer", "awaited_by", "writer_beside"]
 
 _OF_OBJECTS = "STORE_ATTR", "DELETE_ATTR"
 _OF_VARIABLES = "STORE_GLOBAL", "DELETE_GLOBAL", "STORE_DEREF", "DELETE_DEREF"
@@ -36,20 +41,56 @@ class Writer(NamedTuple):
     what: str
 
 
+_Lock = type(threading.Lock())
+_RLock = type(threading.RLock())
+_AWAITED = (
+    queue.Queue, queue.SimpleQueue, multiprocessing.queues.Queue, multiprocessing.queues.SimpleQueue, Connection,
+    threading.Semaphore, threading.Condition, threading.Barrier, SemLock,
+)  # fmt: skip
+_DRAWS = "normal_", "uniform_", "exponential_", "shuffle", "choice", "choices", "sample", "gauss", "dropout"
+
+
+def awaited_by(values: Iterable[Any]) -> str:
+    """Return the class of something that the code waits for to which values lead; "" if there is nothing.
+
+    In a step that runs again it would wait forever, since what fills it or lets it go does so once for each step.
+
+    Args:
+        values: As for `own_code.Followed`.
+
+    Sync: none.
+    """
+    step = Followed(values)
+    waits = any("wait" in each.__code__.co_names for each in step.functions)
+    return next((type(each).__name__ for each in step.seen.values() if _is_awaited(each, waits=waits)), "")
+
+
+def _is_awaited(value: Any, *, waits: bool) -> bool:
+    if isinstance(value, threading.Event):
+        return waits and not value.is_set()
+    if isinstance(value, _RLock):  # the thread that holds it may take it again
+        if is_free := value.acquire(blocking=False):
+            value.release()
+        return not is_free
+    return isinstance(value, _AWAITED) or (isinstance(value, _Lock) and value.locked())
+
+
 def writer_beside(values: Iterable[Any]) -> Writer | None:
     """Return a thread that is alive, beside this one, and may write to what the code keeps that values lead to.
 
     Args:
-        values: As for `own_code.followed_from`.
+        values: As for `own_code.Followed`.
 
     Sync: none.
     """
     threads = [(each, code) for each in threading.enumerate() if (code := _code_of(each))]
     if not threads:
         return None
-    step = followed_from(values)
+    step = Followed(values)
     for thread, code in threads:
-        other = followed_from(code)
+        other = Followed(code)
+        if any(_draws(each.__code__) for each in other.functions):
+            return Writer(thread.name, "the state of random generators")
         if what := next(_written_by(other, step), None):
             return Writer(thread.name, what)
     return None
@@ -74,6 +115,11 @@ def _written_by(other: Followed, step: Followed) -> Iterator[str]:
     read = {place for each in step.functions for place in _variables(each, _named(each.__code__))}
     written = [_variables(each, _bound(each.__code__, _OF_VARIABLES)) for each in other.functions]
     yield from (f"the variable {name}" for each in written for place, name in each.items() if place in read)
+
+
+def _draws(code: CodeType) -> bool:
+    """Whether a function names one that draws random numbers."""
+    return any(name in _DRAWS or "rand" in name for name in _named(code))
 
 
 def _variables(function: FunctionType, names: Iterable[str]) -> dict[Any, str]:

@@ -29,11 +29,12 @@ __all__ = [
     "Decoder",
     "Encoder",
     "UnkeptValue",
+    "has_tensors",
     "is_gone",
     "is_unkept",
     "same",
     "storage_of",
-    "storages_in",
+    "shared_in",
 ]
 
 SCALARS = (bool, int, float, str, type(None))
@@ -104,6 +105,7 @@ class Encoder:
         self._weights = {id(each): place for place, each in reversed([*enumerate(weights)])}
         self._storages, self._left = {*map(storage_of, weights)} - {0}, _MOST_BYTES
         self._copied: list[tuple[Tensor, Tensor]] = []  # what is kept, and its copy
+        self._encodings: dict[int, tuple[Any, Any]] = {}  # by the id of a value: that, and its encoding
 
     def values(self, names: Mapping[str, Any]) -> dict[str, Any]:
         """Return the values by name."""
@@ -128,9 +130,15 @@ class Encoder:
         return encoded
 
     def _encoded(self, value: Any, depth: int) -> Any:
-        kind = type(value)
-        if kind in SCALARS:
+        """Return the encoding of a value, of one and the same always the same: names may stand for one object."""
+        if type(value) in SCALARS:
             return value
+        if id(value) not in self._encodings:
+            self._encodings[id(value)] = value, self._encode(value, depth)
+        return self._encodings[id(value)][1]
+
+    def _encode(self, value: Any, depth: int) -> Any:
+        kind = type(value)
         if isinstance(value, Tensor):
             return self._of_tensor(value, depth)
         if isinstance(value, np.ndarray | np.generic):
@@ -141,9 +149,9 @@ class Encoder:
             raise _NotKept
         if depth == _DEPTH or (len(value) > _MOST_ELEMENTS and not _are_scalars(value)):
             raise _NotKept
-        items = [*value.items()] if isinstance(value, dict) else [*value]
         if kind is defaultdict and depth:
             raise _NotKept  # its function would be lost
+        items = [*value.items()] if isinstance(value, dict) else [*value]
         each = items if _are_scalars(items) else [self._encoded(one, depth + 1) for one in items]
         if kind is list:
             return each
@@ -170,7 +178,7 @@ class Encoder:
 
     def _of_array(self, value: np.ndarray[Any, Any]) -> Tensor:
         self._take(value.nbytes)
-        copy = torch.from_numpy(value.copy())  # raises for text, objects, and numbers of other byte orders
+        copy = torch.from_numpy(value.copy(order="K"))  # raises for text, objects, and numbers of other byte orders
         is_simple = value.flags.writeable and all(stride >= 0 for stride in value.strides)
         return self._copy(torch.from_numpy(value), copy) if is_simple else copy
 
@@ -244,14 +252,22 @@ def _share(group: Sequence[tuple[Tensor, Tensor]], begin: int, end: int) -> None
         copy.set_(memory.untyped_storage(), place // value.element_size(), value.shape, value.stride())
 
 
-def storages_in(encoding: Any) -> set[int]:
-    """Return where the memory of the tensors of an encoding begins."""
+def shared_in(encoding: Any) -> set[int]:
+    """Return what an encoding may share with others: where the memory of its tensors begins, ids of its containers."""
     if isinstance(encoding, Tensor):
         return {storage_of(encoding)} - {0}
-    items = encoding.values() if isinstance(encoding, dict) else encoding
-    if not isinstance(encoding, list | tuple | dict) or is_unkept(encoding) or _are_scalars(items):
+    if not isinstance(encoding, list | dict) or encoding is GONE:
         return set()
-    return set().union(*map(storages_in, items))
+    items = encoding.values() if isinstance(encoding, dict) else encoding
+    return {id(encoding)}.union(*(() if _are_scalars(items) else map(shared_in, items)))
+
+
+def has_tensors(encoding: Any) -> bool:
+    """Whether there are tensors or arrays in an encoding."""
+    if not isinstance(encoding, list | tuple | dict) or is_unkept(encoding):
+        return isinstance(encoding, Tensor)
+    items = encoding.values() if isinstance(encoding, dict) else encoding
+    return not _are_scalars(items) and any(map(has_tensors, items))
 
 
 def _are_scalars(values: Any) -> bool:
@@ -286,15 +302,21 @@ class Decoder:
     def __init__(self, device: torch.device | None, weights: Sequence[Tensor]) -> None:
         self._device, self._weights = device, weights
         self._memory: dict[int, UntypedStorage] = {}  # by the address of the one that it is a copy of
+        self._made: dict[int, tuple[Any, Any]] = {}  # by the id of an encoding: that, and the value
 
     def value(self, encoding: Any) -> Any:
-        """Return the value of an encoding."""
+        """Return the value of an encoding, of one and the same always the same."""
+        if not isinstance(encoding, list | tuple | dict | Tensor):
+            return encoding
+        if id(encoding) not in self._made:
+            self._made[id(encoding)] = encoding, self._make(encoding)
+        return self._made[id(encoding)][1]
+
+    def _make(self, encoding: Any) -> Any:
         if isinstance(encoding, Tensor):
             return self._copy(encoding, self._device or encoding.device)
         if isinstance(encoding, list | tuple):
             return type(encoding)(map(self.value, encoding))
-        if not isinstance(encoding, dict):
-            return encoding
         kind, content = encoding[_KIND], encoding["value"]
         if isinstance(content, Tensor):
             array = self._copy(content, content.device).numpy()

@@ -50,7 +50,7 @@ def _is_of_the_lab(extra: dict[str, Any]) -> bool:
         and is_state_of_buffers(extra)
         and isinstance(switched := extra.get("switched", {}), dict)
         and all(isinstance(name, str) and isinstance(on, bool) for name, on in switched.items())
-        and all(_is_state(extra.get(name, {})) for name in ("own", "data"))
+        and all(_is_state(extra.get(name, {})) for name in ("own", "made", "data"))
         and is_number(extra.get("learning_rate", 0.0))
         and isinstance(digests := extra.get("digests", {}), dict)
         and all(isinstance(each, str) for each in (*digests, *digests.values()))

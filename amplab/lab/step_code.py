@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from amplab.lab.kept_attributes import KeptAttributes
 from amplab.lab.own_code import named_by
 from amplab.lab.own_objects import Names
-from amplab.lab.own_threads import Writer, writer_beside
+from amplab.lab.own_threads import Writer, awaited_by, writer_beside
 from amplab.trace.random_states import HostStates
 
 __all__ = ["CodeBefore", "StepCode"]
@@ -86,6 +86,10 @@ class StepCode:
     def writer_beside(self) -> Writer | None:
         """Return a thread that may write to what the code keeps; None if there is none. Sync: none."""
         return writer_beside(self._code()) if self._keeps else None
+
+    def awaited(self) -> str:
+        """Return the class of something that the code waits for; "" if there is nothing. Sync: none."""
+        return awaited_by(self._code())
 
     def take_back(self, before: KeptAttributes, *, draws: bool) -> None:
         """Let code keep what it kept before a rerun, and note what that has changed.

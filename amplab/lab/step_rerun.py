@@ -211,6 +211,11 @@ class StepRerun:
             raise NeedsOtherRanks(
                 f"{exchanging} exchanges values with the other ranks in its forward. On one rank alone it would wait."
             )
+        if awaited := self._code.awaited():
+            raise CannotRunAgain(
+                f"its code names an object of class {awaited}, for which it may wait: a step that runs again could "
+                "wait forever, or take what the next step is to get. Let step= get that as a part of the batch."
+            )
         if writer := self._code.writer_beside():
             raise CannotRunAgain(
                 f"the thread {writer.thread} may write to {writer.what}, which the code of the step names too: what "
@@ -236,6 +241,12 @@ class StepRerun:
                 "it was. Write x = x / 255."
             )
         run = ForwardAgain(begun, self._code.now())
+        kept = begun.code.kept
+        if unkept := run.now.unkept or (kept is not None and kept.has_lost and "a large tensor"):
+            raise CannotRunAgain(
+                f"its code may write to {unkept}, which is too large to be copied, so that it could not be taken back. "
+                "Of an array to which nothing writes, say so: array.flags.writeable = False."
+            )
         with Undo() as undo:
             self._begin_again(begun, run, undo)
             found = self._first_nonfinite(run, loss_scale)

@@ -31,8 +31,8 @@ __all__ = ["WatchedSkips", "names_of_nonfinite_gradients"]
 
 _SETTLED = 5  # skips in a row: fewer may be a scale that settles, so the fifth is a kind of its own
 _NOT_TAKEN_BACK = (
-    "a step ran again for its reason, and its code keeps more than is restored after that (tensors of 64 MiB, a "
-    "million elements, an array of another size), which may have changed. Leave out step= and loss= to run none again."
+    "a step ran again for its reason, and its code has changed what is not restored after that (a tensor of more than "
+    "256 MiB, the size of an array). Leave out step= and loss= to run none again."
 )
 _SKIPS_BEFORE_CHECK = 5  # skips in a row after which `StepCheck` looks at the next step, if steps cannot run again
 

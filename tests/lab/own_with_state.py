@@ -343,6 +343,40 @@ class Viewing(nn.Module):
         )
 
 
+class Part(nn.Module):
+    """Adds to a container that another module reads."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear, self.sizes, self.counts = nn.Linear(16, 4), [], None
+
+    def forward(self, x):
+        self.sizes.append(1.0)
+        if self.counts is not None:
+            self.counts["calls"] = self.counts.get("calls", 0) + 1
+        return self.linear(x)
+
+
+class NamedTwice(nn.Module):
+    """Modules of it share a list in a dict, and a dict and a tensor that it makes only in its first step."""
+
+    def __init__(self):
+        super().__init__()
+        self.part, self.counts, self.total, self.again = Part(), None, None, None
+        self.sizes = {"part": self.part.sizes, "other": []}
+        self.factors = np.linspace(0, 1, 1961, dtype=np.float32).reshape(37, 53).T  # columns first, for sums
+
+    def forward(self, x):
+        if self.counts is None:
+            self.counts = self.part.counts = {}
+            self.total = self.again = torch.zeros(())
+        out = self.part(x)
+        self.again += 1
+        self.factors = self.factors * np.float32(1.01)
+        seen = len(self.sizes["part"]) + self.counts["calls"] + float(self.total) + float(self.factors.sum())
+        return out / (1 + 0.1 * seen)
+
+
 @dataclasses.dataclass(slots=True)
 class Slotted:
     calls: int = 0
@@ -508,6 +542,7 @@ CASES = {
     "settling": {"model": Settling},
     "aliased": {"model": Aliased},
     "viewing": {"model": Viewing},
+    "named twice": {"model": NamedTwice},
     "ema": {"optimizer": lambda: Averaged},
     "loss": {"loss": Centered},
     "model": {"model": Recurrent},

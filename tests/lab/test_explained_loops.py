@@ -5,6 +5,7 @@ import copy
 import importlib
 import threading
 from collections import ChainMap, UserDict, UserList, deque
+from contextlib import nullcontext
 from functools import partial
 
 import numpy as np
@@ -325,24 +326,26 @@ def test_weights_are_those_of_the_loop_without_a_watch(make_model, make_step, sc
     assert all(map(torch.equal, unwatched, watched))
 
 
-def test_what_is_too_large_to_restore_is_told():
+def test_a_later_step_that_writes_to_what_is_too_large_to_restore_is_told():
     model = nn.Linear(8, 1)
-    optimizer, scaler = torch.optim.SGD(model.parameters(), lr=0.01), amplab.GradScaler("cpu", init_scale=2.0**24)
-    seen = torch.zeros(2**24 + 1)
+    optimizer, scaler = torch.optim.SGD(model.parameters(), lr=0.01), amplab.GradScaler("cpu", init_scale=2.0)
+    seen, batches = torch.zeros(2**26 + 1), torch.randn(3, 4, 8)
+    batches[1] = float("inf")
 
     def step(x):
-        seen[0] += 1
-        return model(x).square().mean() * (float("inf") if seen[0] == 1 else 1)
+        if x.isinf().any():
+            seen[0] += 1
+        return model(x).square().mean()
 
-    warns = pytest.warns(RuntimeWarning, match="its loss was ∞ in the loop")
+    warns = pytest.warns(RuntimeWarning, match="its code has changed what it keeps")
     with warns, watch(model, optimizer, scaler=scaler, step=step) as w:
-        for x in w.batches(torch.randn(2, 4, 8)):
+        for x in w.batches(batches):
             optimizer.zero_grad()
             scaler.scale(w.loss(step(x))).backward()
             scaler.step(optimizer)
             scaler.update()
     assert len(w.failures) == 2
-    assert "keeps more than is restored" in w.failures[1]
+    assert "its code has changed what is not restored after that" in w.failures[1]
 
 
 @pytest.mark.parametrize("scaler_type", [torch.amp.GradScaler, None])
@@ -423,9 +426,39 @@ LARGE = {"array": np.zeros(1)}
 
 
 def test_data_of_methods_that_run_in_no_step_is_not_kept(monkeypatch):
-    monkeypatch.setitem(LARGE, "array", np.zeros(2**26 + 1, dtype=np.uint8))
+    monkeypatch.setitem(LARGE, "array", np.zeros(2**28 + 1, dtype=np.uint8))
     run = OfARun(nn.Linear(8, 1))
     assert explained(run.model, run.loss_of).failures == ()
+
+
+@pytest.mark.parametrize(
+    ("make", "is_explained"),
+    [
+        (lambda: np.zeros(12_000_000), True),
+        (lambda: dict.fromkeys(range(1_200_000), 0), True),
+        (lambda: [0] * 1_200_000, True),
+        (lambda: np.zeros(40_000_000), False),
+        (lambda: torch.zeros(80_000_000), False),
+        (lambda: [0] * 4_200_000, False),
+    ],
+)
+def test_each_step_counts_once_in_a_large_table(make, is_explained):
+    table, model = make(), nn.Linear(8, 1)
+
+    def step(x):
+        table[0] += 1
+        return model(x).half().square().mean()
+
+    with nullcontext() if is_explained else pytest.warns(RuntimeWarning, match="is too large to be copied"):
+        w = explained(model, step)
+    assert int(table[0]) == w.history.skip_count == 4
+    assert (w.history.explanations[0].kind == "scale") == is_explained
+
+
+def test_a_large_array_that_is_said_to_be_only_read_is_no_bar():
+    data, model = np.zeros(40_000_000), nn.Linear(8, 1)
+    data.flags.writeable = False
+    assert explained(model, lambda x: model(x + data[0]).half().square().mean()).failures == ()
 
 
 def test_an_installed_package_is_left_alone(tmp_path, monkeypatch):

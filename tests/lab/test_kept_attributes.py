@@ -273,6 +273,37 @@ def test_contents_are_put_back_into_the_same_object(make, change):
     assert vars(one).keys() == {"value"}
 
 
+def with_a_hole():
+    counts = dict.fromkeys("xabc", 0)
+    del counts["x"]
+    return counts
+
+
+@pytest.mark.parametrize(
+    "make", [with_a_hole, lambda: OrderedDict.fromkeys("abc", 0), lambda: defaultdict(int, a=0, b=0, c=0)]
+)
+def test_a_loop_over_a_dict_goes_on_after_its_values_were_put_back(make):
+    one = Thing()
+    one.value, visited = make(), []
+    for key in one.value:
+        kept = KeptAttributes({"one": one})
+        one.value[key] += 1
+        assert kept.restore()
+        visited.append(key)
+    assert (visited, dict(one.value)) == ([*"abc"], {"a": 0, "b": 0, "c": 0})
+
+
+def test_a_loop_over_a_deque_goes_on_after_its_values_were_put_back():
+    one = Thing()
+    one.value, visited = deque([0, 0, 0]), 0
+    for place, _ in enumerate(one.value):
+        kept = KeptAttributes({"one": one})
+        one.value[place] += 1
+        assert kept.restore()
+        visited += 1
+    assert (visited, one.value) == (3, deque([0, 0, 0]))
+
+
 def test_of_what_has_another_size_and_may_have_views_that_is_told():
     one = Thing()
     one.value, one.bytes = np.zeros(3), bytearray(b"ab")

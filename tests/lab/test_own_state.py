@@ -63,6 +63,56 @@ def test_a_run_goes_on_in_another_kernel_with_what_its_objects_keep(case, level,
     check_it_goes_on(first, case, losses[7:], tmp_path)
 
 
+class Drawn(nn.Module):
+    """Has random values in what is no buffer, as it draws them when it is made."""
+
+    def __init__(self, kind):
+        super().__init__()
+        self.linear, self.kind = nn.Linear(16, 4), kind
+        self.features = {
+            "tensor": lambda: torch.randn(16),
+            "array": lambda: np.random.randn(16).astype(np.float32),
+            "list": lambda: [torch.randn(16)],
+            "order": lambda: torch.randperm(16),
+            "object": lambda: Thing(value=torch.randn(16)),
+            "teacher": lambda: [nn.Linear(16, 16).requires_grad_(requires_grad=False)],
+        }[kind]()
+
+    def forward(self, x):
+        match self.kind:
+            case "tensor":
+                x = x * self.features
+            case "array":
+                x = x * torch.from_numpy(self.features)
+            case "list":
+                x = x * self.features[0]
+            case "order":
+                x = x[:, self.features]
+            case "object":
+                x = x * self.features.value
+            case "teacher":
+                x = self.features[0](x)
+        return self.linear(x)
+
+
+@pytest.mark.parametrize("kind", ["tensor", "array", "list", "order", "object", "teacher"])
+def test_what_was_drawn_as_a_model_was_made_goes_on_in_a_kernel_that_draws_otherwise(kind, tmp_path):
+    def run(seed):
+        torch.manual_seed(seed)
+        np.random.seed(seed)
+        return registered(Drawn(kind), BATCHES, loss=F.cross_entropy, optimizer=sgd).changed(opt_level="O0")
+
+    first = Experiment(run(0))
+    for _ in range(5):
+        first.step()
+    first.save(tmp_path / "run.checkpoint", {})
+    losses = [first.step().loss for _ in range(5)]
+    forget_own(set())
+    run(7)
+    again, _ = Experiment.load(tmp_path / "run.checkpoint")
+    assert [again.step().loss for _ in range(5)] == losses
+
+
 def test_buffers_that_a_level_has_separated_are_separate_in_another_kernel(tmp_path):
     experiment = Experiment(opened("aliased").changed(opt_level="O0"))
     for level in ("O2", "O0"):
@@ -295,7 +345,8 @@ def test_data_that_share_memory_methods_and_settings_with_a_step_do_so_in_a_run(
 
 
 class Thing:
-    pass
+    def __init__(self, **values):
+        vars(self).update(values)
 
 
 @pytest.mark.parametrize(

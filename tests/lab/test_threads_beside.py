@@ -174,6 +174,87 @@ def test_a_thread_that_runs_the_model_is_told():
     assert "the thread actor may write to an object of class" in watched.failures[0]
 
 
+def test_a_thread_that_draws_gets_no_number_twice():
+    model, drawn = nn.Linear(4, 1), []
+
+    def loss_of(batch):
+        with amplab.autocast("cpu", torch.float16):
+            return model(batch).float().square().mean()
+
+    watched, _ = train(loss_of, model, lambda: drawn.append(float(torch.randn(()))))
+    assert len({*drawn}) == len(drawn) > 20
+    assert "the thread actor may write to the state of random generators" in watched.failures[0]
+
+
+def with_a_lock():
+    """The loop holds the lock while it updates the weights, in which amplab's scaler says that the step was skipped."""
+    lock = threading.Lock()
+
+    def update(make):
+        with lock:
+            make()
+
+    def wait():
+        with lock:
+            return True
+
+    return update, wait
+
+
+def with_a_queue():
+    """One item for each step."""
+    items = queue.Queue()
+    for number in range(6):
+        items.put(number)
+    return lambda make: make(), items.get
+
+
+AWAITED = {"lock": with_a_lock, "Queue": with_a_queue}
+
+
+@pytest.mark.parametrize("kind", AWAITED)
+def test_a_step_that_waits_is_not_run_again(kind):
+    update, wait = AWAITED[kind]()
+    model, waited = nn.Linear(4, 1), []
+    optimizer, scaler = torch.optim.SGD(model.parameters(), lr=0.01), amplab.GradScaler("cpu", init_scale=2.0**60)
+
+    def loss_of(batch):
+        waited.append(wait())
+        with amplab.autocast("cpu", torch.float16):
+            return model(batch).float().square().mean()
+
+    def loop():
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            with amplab.watch(model, optimizer, scaler=scaler, step=loss_of) as watched:
+                for batch in watched.batches([torch.ones(8, 4)] * 6):
+                    optimizer.zero_grad()
+                    scaler.scale(loss_of(batch)).backward()
+                    update(lambda: (scaler.step(optimizer), scaler.update()))
+        done.append(watched)
+
+    done = []
+    thread = threading.Thread(target=loop, daemon=True)
+    thread.start()
+    thread.join(timeout=60)
+    assert not thread.is_alive()
+    assert (len(waited), done[0].history.skip_count) == (6, 6)
+    assert f"names an object of class {kind}, for which it may wait" in done[0].failures[0]
+
+
+def test_a_flag_that_is_only_read_and_a_free_lock_are_no_bar():
+    model, stop, lock, outer = nn.Linear(4, 1), threading.Event(), threading.Lock(), threading.RLock()
+
+    def loss_of(batch):
+        with lock, outer, amplab.autocast("cpu", torch.float16):
+            return model(batch).float().square().mean() * (0 if stop.is_set() else 1)
+
+    with outer:
+        watched, _ = train(loss_of, model)
+    assert watched.failures == ()
+    assert watched.history.explanations[0].kind == "scale"
+
+
 class Actor(threading.Thread):
     def __init__(self, items):
         super().__init__(name="one of a class", daemon=True)
