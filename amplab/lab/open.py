@@ -117,6 +117,7 @@ def open(
     functions around them as they were, with numbers, text, tensors, arrays, lists and dicts in them up to 256 MiB, and
     in attributes also up to 1,000 objects of your own classes with the modules in them. Other objects, such as those
     that `step` or a function names, and global variables are as after one more step: a cell may change them meanwhile.
+    What a cell writes to such attributes and variables while the lab looks at a step may be taken back: pause it first.
     `open` returns when the trace that the page shows first is done. While such an experiment runs, each step seeds the
     generators of torch, Python and NumPy, and restores them: pause it before a cell that needs random numbers of its
     own.

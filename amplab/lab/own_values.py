@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import zlib
+from array import array
 from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Mapping, Sequence
 from types import FunctionType, MethodType
@@ -21,6 +22,7 @@ from torch.utils.data import DataLoader, Dataset, Sampler
 
 from amplab.amp.run_state.file_format import is_loadable
 from amplab.policies.signals import is_interrupt
+from amplab.trace.random_states import GENERATORS, state_of
 
 __all__ = [
     "GONE",
@@ -212,6 +214,10 @@ class Encoder:
                 return self._number_of_tensor(value)
             if isinstance(value, np.ndarray) and value.nbytes <= _MOST_BYTES // 4 and not value.dtype.hasobject:
                 return zlib.crc32(value.tobytes())
+            if isinstance(value, bytearray | array):
+                return zlib.crc32(value)
+            if isinstance(value, GENERATORS):
+                return zlib.crc32(state_of(value))
             if isinstance(value, nn.Module) and depth:  # in a list, where its owner does not find it
                 return id(value), *map(self._number_of_tensor, (*value.parameters(), *value.buffers()))
             if isinstance(value, list | tuple | deque | set | frozenset | dict) and depth < _DEPTH:

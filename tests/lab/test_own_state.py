@@ -6,6 +6,7 @@ import math
 import random
 import threading
 import weakref
+from array import array
 from collections import Counter, deque
 from contextlib import nullcontext
 
@@ -152,9 +153,14 @@ def test_it_goes_on_after_a_change_that_begins_another_session(case, change, tmp
         (lambda: [nn.Linear(2, 2)], lambda value: value[0].weight.data.add_(1)),
         (lambda: [(math.sqrt, torch.zeros(3))], lambda value: value[0][1].data.add_(1)),
         (lambda: [(math.sqrt, torch.tensor(0.0))], lambda value: value[0][1].add_(1)),
+        (lambda: bytearray(b"a"), lambda value: value.append(1)),
+        (lambda: array("d", [0.0]), lambda value: value.append(1.0)),
+        (lambda: [random.Random(3)], lambda value: value[0].random()),
+        (torch.Generator, lambda value: torch.rand((), generator=value)),
+        (lambda: np.random.default_rng(3), lambda value: value.normal()),
     ],
 )
-def test_a_container_that_cannot_be_kept_is_told_when_anything_in_it_changes(make, change):
+def test_what_cannot_be_kept_is_told_when_anything_in_it_changes(make, change):
     one = Thing()
     one.value = make()
     before = own_state({"one": one})
