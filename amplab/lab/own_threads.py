@@ -1,6 +1,6 @@
-"""Threads of one's own beside a step that runs again: one may write to what its code keeps, or be waited for.
+"""Threads and processes beside a step that runs again: one may write to what its code keeps, or be waited for.
 
-A rerun takes back what the code of the step changes, and would take back what a thread has written meanwhile. It could
+A rerun takes back what the code of the step changes, and would take back what they have written meanwhile. It could
 wait forever for what a thread does once for each step. Looked at is the code of the step and of each
 `threading.Thread`, as far as the names in it lead. What a thread of a pool runs is not known.
 """
@@ -21,7 +21,7 @@ from types import CodeType, FunctionType
 from typing import Any, NamedTuple
 
 import numpy as np
-from torch import Tensor, nn
+from torch import Tensor, nn, strided
 
 from amplab.lab.own_code import Followed
 from amplab.lab.own_objects import is_followed, names_of
@@ -35,9 +35,9 @@ _WRITTEN_BY_CALLS = list, dict, set, deque, bytearray, array, np.ndarray, Tensor
 
 
 class Writer(NamedTuple):
-    """A thread, by name, and what it may write to."""
+    """Who may write, and to what."""
 
-    thread: str
+    who: str
     what: str
 
 
@@ -76,24 +76,30 @@ def _is_awaited(value: Any, *, waits: bool) -> bool:
 
 
 def writer_beside(values: Iterable[Any]) -> Writer | None:
-    """Return a thread that is alive, beside this one, and may write to what the code keeps that values lead to.
+    """Return who may write to what the code keeps that values lead to: a thread, or a process by shared memory.
 
     Args:
         values: As for `own_code.Followed`.
 
     Sync: none.
     """
-    threads = [(each, code) for each in threading.enumerate() if (code := _code_of(each))]
-    if not threads:
-        return None
     step = Followed(values)
-    for thread, code in threads:
+    if any(map(_is_shared, step.seen.values())):
+        return Writer("another process", "a tensor in shared memory")
+    for thread, code in [(each, code) for each in threading.enumerate() if (code := _code_of(each))]:
         other = Followed(code)
         if any(_draws(each.__code__) for each in other.functions):
-            return Writer(thread.name, "the state of random generators")
+            return Writer(f"the thread {thread.name}", "the state of random generators")
         if what := next(_written_by(other, step), None):
-            return Writer(thread.name, what)
+            return Writer(f"the thread {thread.name}", what)
     return None
+
+
+def _is_shared(value: Any) -> bool:
+    """Whether it is a tensor, or a module with a buffer, to which other processes may write."""
+    if isinstance(value, nn.Module):
+        return any(map(_is_shared, value.buffers()))
+    return type(value) is Tensor and value.device.type == "cpu" and value.layout is strided and value.is_shared()
 
 
 def _code_of(thread: Thread) -> list[Any]:

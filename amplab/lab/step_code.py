@@ -84,7 +84,7 @@ class StepCode:
         return KeptAttributes({"model": self._model}, self._weights, followed=followed)
 
     def writer_beside(self) -> Writer | None:
-        """Return a thread that may write to what the code keeps; None if there is none. Sync: none."""
+        """Return who may write to what the code keeps meanwhile; None if nobody may. Sync: none."""
         return writer_beside(self._code()) if self._keeps else None
 
     def awaited(self) -> str:

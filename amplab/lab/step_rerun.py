@@ -218,8 +218,8 @@ class StepRerun:
             )
         if writer := self._code.writer_beside():
             raise CannotRunAgain(
-                f"the thread {writer.thread} may write to {writer.what}, which the code of the step names too: what "
-                "it writes while the step runs again would be taken back. End the thread, or let step= use a copy."
+                f"{writer.who} may write to {writer.what}, which the code of the step names too: what it writes while "
+                "the step runs again would be taken back. End it before, or let step= use a copy."
             )
         first: FirstNonfinite | None = None
         fits = loss_scale

@@ -767,9 +767,9 @@ def watch(
     hold, and objects, classes and modules of installed packages are not taken back.
 
     A step does not run again if its code names arrays of more than 256 MiB, containers of more than four million
-    elements, or something for which it may wait, such as a queue, a barrier or a lock that is held; nor while a
-    `threading.Thread` of yours runs code that draws random numbers, or may write to what the step names. Of threads of
-    a pool that is not known: what one writes to such things while a step runs again is taken back.
+    elements, tensors in shared memory, or something for which it may wait, such as a queue, a barrier or a lock that is
+    held; nor while a `threading.Thread` of yours runs code that draws random numbers, or may write to what the step
+    names. Of threads of a pool that is not known: what one writes to such things while a step runs again is taken back.
 
     A step with a closure, ``optimizer.step(closure)``, uses the gradients that the closure computes. Measured and
     explained are those of its first run, as LBFGS runs it several times in a step. Hooks of other code on the step may

@@ -1,7 +1,10 @@
 """A watch beside threads of one's own: what they write is never taken back, and those that share nothing are no bar."""
 
+import multiprocessing
+import os
 import queue
 import threading
+import time
 import warnings
 
 import numpy as np
@@ -126,7 +129,7 @@ def test_what_a_thread_writes_to_what_a_step_reads_is_never_taken_back(kind):
     watched, done, held = run_beside(kind)
     assert (held, done > 20) == (done, True)
     assert "the thread actor may write to" in watched.failures[0]
-    assert "End the thread, or let step= use a copy." in watched.failures[0]
+    assert "End it before, or let step= use a copy." in watched.failures[0]
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -184,6 +187,28 @@ def test_a_thread_that_draws_gets_no_number_twice():
     watched, _ = train(loss_of, model, lambda: drawn.append(float(torch.randn(()))))
     assert len({*drawn}) == len(drawn) > 20
     assert "the thread actor may write to the state of random generators" in watched.failures[0]
+
+
+def count_in(shared):
+    for _ in range(300):
+        shared[0] += 1
+        time.sleep(5e-4)
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="a process that is forked")
+def test_what_another_process_writes_to_shared_memory_is_never_taken_back():
+    model, shared = nn.Linear(4, 1), torch.zeros(2).share_memory_()
+
+    def loss_of(batch):
+        with amplab.autocast("cpu", torch.float16):
+            return model(batch).float().square().mean() + 0 * float(shared[0])
+
+    process = multiprocessing.get_context("fork").Process(target=count_in, args=(shared,))
+    process.start()
+    watched, _ = train(loss_of, model, steps=20)
+    process.join(timeout=60)
+    assert (process.exitcode, float(shared[0])) == (0, 300.0)
+    assert "another process may write to a tensor in shared memory" in watched.failures[0]
 
 
 def with_a_lock():
