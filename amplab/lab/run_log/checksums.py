@@ -60,10 +60,10 @@ class LineSums:
         self._found: dict[int, str] = {}  # by the number of the line that states it
         self._first = 1  # line after the last checksum
 
-    def add(self, lines: Sequence[bytes], number: int) -> None:
-        """Take the next lines, the first of which has this number."""
+    def add(self, lines: Sequence[bytes], number: int, places: Sequence[int]) -> None:
+        """Take the next lines, the first of which has this number; those at some places hold checksums."""
         start = 0
-        for place in [place for place, line in enumerate(lines) if line.startswith(_START)]:
+        for place in places:
             self._sum = crc32(b"".join(lines[start:place]), self._sum)
             self._found[number + place], start = _digits(self._sum), place
         self._sum = crc32(b"".join(lines[start:]), self._sum)

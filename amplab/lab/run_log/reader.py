@@ -17,7 +17,7 @@ from amplab.lab.changes import config_changes, fault_change, restart_change, sta
 from amplab.lab.config import ExperimentConfig
 from amplab.lab.events import GradientSample, MixedScales, StepRow
 from amplab.lab.history import COLUMNS, History
-from amplab.lab.run_log.checksums import LineSums
+from amplab.lab.run_log.checksums import LineSums, is_check
 from amplab.lab.run_log.event_lines import Event, read_event
 from amplab.lab.run_log.header import COLUMNS_OF, LONGEST_HEADER, open_log, read_config, read_header
 from amplab.lab.run_log.json_lines import LONGEST_LINE, read_json
@@ -30,6 +30,7 @@ from amplab.lab.watched_run import WatchedRun
 
 __all__ = ["load_run"]
 
+_OF_A_STEP = ord("[")  # the first character of its line
 _BATCH = 2**15  # bytes that are parsed together: much more no longer fits into the caches of a core
 
 _Entry = StepRow | Event
@@ -172,18 +173,26 @@ def _numbered_entries(
     number, lines = 2, _next_lines(file)
     while lines:
         following = _next_lines(file) if lines[-1].endswith(b"\n") else []
-        sums.add(lines, number)
-        numbered = [(each, line) for each, line in enumerate(lines, number) if line.strip()]  # an editor leaves blanks
-        other = [(each, _read_line(line, columns)) for each, line in numbered if not line.startswith(b"[")]
-        is_regular = columns == list(COLUMNS) and all(entry is not None for _, entry in other)
-        steps = read_steps([line for line in lines if line.startswith(b"[")], len(history)) if is_regular else None
+        other = [(place, line) for place, line in enumerate(lines) if line[0] != _OF_A_STEP]
+        sums.add(lines, number, [place for place, line in other if is_check(line)])
+        read = [(number + place, _read_line(line, columns)) for place, line in other if line.strip()]  # not blank ones
+        is_regular = columns == list(COLUMNS) and all(entry is not None for _, entry in read)
+        steps = read_steps(_without(lines, [place for place, _ in other]), len(history)) if is_regular else None
         if steps is None:
-            other = [(each, _read_line(line, columns)) for each, line in numbered]
+            read = [(each, _read_line(line, columns)) for each, line in enumerate(lines, number) if line.strip()]
         else:
             history.extend(steps)
         last = None if following else number + len(lines) - 1
-        yield from ((each, entry, each == last) for each, entry in other)
+        yield from ((each, entry, each == last) for each, entry in read)
         number, lines = number + len(lines), following
+
+
+def _without(lines: list[bytes], places: list[int]) -> list[bytes]:
+    """Return lines without those at some places, which are few."""
+    rest = [*lines]
+    for place in reversed(places):
+        del rest[place]
+    return rest
 
 
 def _next_lines(file: BinaryIO) -> list[bytes]:
@@ -197,9 +206,7 @@ def _next_lines(file: BinaryIO) -> list[bytes]:
                 f"{file.name}: a line of more than {LONGEST_LINE >> 20} MB after the first {place} bytes; expected "
                 "shorter lines. To load the steps before it, delete it and all lines after it."
             )
-    lines = BytesIO(read).readlines()
-    ends = (place for place, line in enumerate(lines, 1) if not line.endswith(b"\n"))
-    return lines[: next(ends, len(lines))]
+    return BytesIO(read).readlines()
 
 
 def _keep_changes(
