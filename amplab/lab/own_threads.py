@@ -10,10 +10,13 @@ from __future__ import annotations
 import dis
 import multiprocessing.queues
 import queue
+import socket
+import subprocess
 import threading
 from array import array
 from collections import deque
 from collections.abc import Iterable, Iterator
+from io import IOBase
 from multiprocessing.connection import Connection
 from multiprocessing.synchronize import SemLock
 from threading import Thread
@@ -45,15 +48,16 @@ _Lock = type(threading.Lock())
 _RLock = type(threading.RLock())
 _AWAITED = (
     queue.Queue, queue.SimpleQueue, multiprocessing.queues.Queue, multiprocessing.queues.SimpleQueue, Connection,
-    threading.Semaphore, threading.Condition, threading.Barrier, SemLock,
+    threading.Semaphore, threading.Condition, threading.Barrier, SemLock, socket.socket, subprocess.Popen,
 )  # fmt: skip
 _DRAWS = "normal_", "uniform_", "exponential_", "shuffle", "choice", "choices", "sample", "gauss", "dropout"
 
 
 def awaited_by(values: Iterable[Any]) -> str:
-    """Return the class of something that the code waits for to which values lead; "" if there is nothing.
+    """Return the class of something that gives a step what the next one does not get: the code may wait for it.
 
-    In a step that runs again it would wait forever, since what fills it or lets it go does so once for each step.
+    In a step that runs again it could wait forever, since what fills it or lets it go does so once for each step. An
+    iterator would give the next step what comes after. Returns "" if there is none.
 
     Args:
         values: As for `own_code.Followed`.
@@ -72,6 +76,8 @@ def _is_awaited(value: Any, *, waits: bool) -> bool:
         if is_free := value.acquire(blocking=False):
             value.release()
         return not is_free
+    if hasattr(type(value), "__next__") and not isinstance(value, IOBase):
+        return True
     return isinstance(value, _AWAITED) or (isinstance(value, _Lock) and value.locked())
 
 

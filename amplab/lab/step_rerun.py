@@ -213,8 +213,8 @@ class StepRerun:
             )
         if awaited := self._code.awaited():
             raise CannotRunAgain(
-                f"its code names an object of class {awaited}, for which it may wait: a step that runs again could "
-                "wait forever, or take what the next step is to get. Let step= get that as a part of the batch."
+                f"its code names an object of class {awaited}: a step that runs again could wait for it forever, or "
+                "take what the next step is to get. Let step= get that as a part of the batch."
             )
         if writer := self._code.writer_beside():
             raise CannotRunAgain(

@@ -762,14 +762,15 @@ def watch(
     ``masked_fill`` with a tensor as its value, by another formula, whose last bits may differ. After a step that runs
     again, what its code keeps is as before, as far as names in the code lead to it: weights, random generators,
     variables, also those of your other files, of a thread and of a context, attributes of your functions and classes,
-    and what containers, arrays and objects of your own classes hold. Iterators, files, caches of functools,
-    attributes of scripted modules, tensors of more than 256 MiB, what objects after the first 1,000 of a container
-    hold, and objects, classes and modules of installed packages are not taken back.
+    and what containers, arrays and objects of your own classes hold. Files, caches of functools, attributes of scripted
+    modules, tensors of more than 256 MiB, what objects after the first 1,000 of a container hold, and objects, classes
+    and modules of installed packages are not taken back.
 
     A step does not run again if its code names arrays of more than 256 MiB, containers of more than four million
-    elements, tensors in shared memory, or something for which it may wait, such as a queue, a barrier or a lock that is
-    held; nor while a `threading.Thread` of yours runs code that draws random numbers, or may write to what the step
-    names. Of threads of a pool that is not known: what one writes to such things while a step runs again is taken back.
+    elements, tensors in shared memory, iterators, or something for which it may wait, such as a queue, a barrier or a
+    lock that is held; nor while a `threading.Thread` of yours runs code that draws random numbers, or may write to what
+    the step names. Of threads of a pool that is not known: what one writes to such things while a step runs again is
+    taken back.
 
     A step with a closure, ``optimizer.step(closure)``, uses the gradients that the closure computes. Measured and
     explained are those of its first run, as LBFGS runs it several times in a step. Hooks of other code on the step may
