@@ -137,7 +137,8 @@ def doctor(
         opt_level, policy, autocast: a precision for the step, as `amplab.xray` takes them; not with a session.
         loss_scale: the scale of the step; None for the present one.
         run: the steps so far, for the rules about runs: an `amplab.watch`, or its observation.
-        stateful: what else `train_step` changes and has a state_dict. Schedulers that its code names are found.
+        stateful: what else `train_step` changes and has a state_dict. The schedulers of `optimizer`, and those that the
+            code names, are found.
 
     Raises:
         TypeError: arguments without a model; an argument of another type.

@@ -15,7 +15,7 @@ from contextvars import ContextVar
 from functools import _lru_cache_wrapper, cached_property, partial
 from itertools import islice
 from threading import local
-from types import CodeType, FunctionType, MethodType, ModuleType
+from types import FunctionType, MethodType, ModuleType
 from typing import Any
 from weakref import ProxyTypes
 
@@ -24,7 +24,7 @@ from torch import nn
 from amplab.lab.own_objects import Cells, Names, is_followed, is_installed, is_own_file, names_of, own_hooks
 from amplab.lab.own_values import SCALARS
 from amplab.trace.random_states import GENERATORS
-from amplab.trace.reached_values import cell_contents, reached_from
+from amplab.trace.reached_values import cell_contents, names_in, reached_from
 
 __all__ = ["Followed", "named_by"]
 
@@ -160,7 +160,7 @@ class Followed:
         if is_installed(code.co_filename) or is_installed(variables.get("__file__") or ""):
             return (vars(function).get("__wrapped__"),)
         self.functions.append(function)
-        self._names |= (names := _names_in(code))
+        self._names |= (names := {*names_in(code)})
         named = _Variables(function, variables, names)
         self.found += [named, Cells(function), Names(function, vars(function))]
         values = [*named.values(), *cell_contents(function), *vars(function).values()]
@@ -226,12 +226,6 @@ def _is_holder(value: Any) -> bool:
 
 def _is_file(value: Any) -> bool:
     return type(value) is ModuleType and is_own_file(value)
-
-
-def _names_in(code: CodeType) -> set[str]:
-    """Return the names in a function's code, and in that of the functions inside it."""
-    inner = [_names_in(each) for each in code.co_consts if isinstance(each, CodeType)]
-    return {*code.co_names}.union(*inner)
 
 
 def named_by(values: Iterable[Any]) -> dict[str, Any]:

@@ -9,11 +9,12 @@ from weakref import ProxyTypes
 
 from torch.optim.lr_scheduler import LRScheduler
 
-__all__ = ["cell_contents", "reached_from"]
+__all__ = ["cell_contents", "names_in", "reached_from"]
 
 _MOST_ELEMENTS = 1_000  # of a container: a list of examples is long
 _MOST_OBJECTS = 20_000
 _PLAIN = frozenset((bool, int, float, complex, str, bytes, type(None)))
+_METHODS = (types.FunctionType, staticmethod, classmethod)
 _DEPTH = 4
 """How many functions and objects away from the function the search goes."""
 
@@ -46,24 +47,28 @@ def _named_in(value: Any, names: Container[str] | None) -> Iterator[Any]:
         yield from (value.func, *value.args, *value.keywords.values())
     elif isinstance(value, types.MethodType):
         yield from (value.__func__, value.__self__)
-        yield from _own_methods(value)
+        yield from _own_methods(value.__self__, {*names_in(getattr(value.__func__, "__code__", _NO_CODE))})
     elif isinstance(value, types.FunctionType):
-        yield from (value.__globals__[name] for name in value.__code__.co_names if name in value.__globals__)
+        named = {*names_in(value.__code__)}
+        found = [value.__globals__[name] for name in named if name in value.__globals__]
+        yield from found
+        yield from (method for each in found if isinstance(each, type) for method in _own_methods(each, named))
         yield from cell_contents(value)
     elif isinstance(value, list | tuple | set):
         yield from islice(value, _MOST_ELEMENTS)
     elif isinstance(value, dict):
         yield from islice(value.values(), _MOST_ELEMENTS)
     elif _is_users(value):
+        yield from _own_methods(value, {"__call__"})
         yield from (each for name, each in vars(value).items() if names is None or name in names)
 
 
-def _own_methods(method: types.MethodType) -> Iterator[types.MethodType]:
-    """The methods of the same object that a method of a user's class names."""
-    if _is_users(owner := method.__self__):
-        for name in getattr(method.__func__, "__code__", _NO_CODE).co_names:
-            if isinstance(getattr(type(owner), name, None), types.FunctionType):
-                yield types.MethodType(getattr(type(owner), name), owner)
+def _own_methods(owner: Any, names: Container[str]) -> Iterator[Callable[..., Any]]:
+    """The methods of a user's class, or of an object of one, that have some names."""
+    for kind in (owner if isinstance(owner, type) else type(owner)).__mro__:
+        if not _is_librarys(kind):
+            named = [name for name, each in vars(kind).items() if name in names and isinstance(each, _METHODS)]
+            yield from (getattr(owner, name) for name in named)
 
 
 _NO_CODE = compile("", "", "exec")
@@ -78,7 +83,19 @@ def cell_contents(function: types.FunctionType) -> Iterator[Any]:
             continue
 
 
+def names_in(code: types.CodeType) -> Iterator[str]:
+    """The names in the code of a function, and of the functions inside it."""
+    yield from code.co_names
+    for each in code.co_consts:
+        if isinstance(each, types.CodeType):
+            yield from names_in(each)
+
+
 def _is_users(value: Any) -> bool:
     """Whether it is a plain object of a class outside of torch and amplab, such as a trainer."""
     plain = not isinstance(value, type | types.ModuleType) and isinstance(getattr(value, "__dict__", None), dict)
-    return plain and type(value).__module__.partition(".")[0] not in ("torch", "amplab", "builtins")
+    return plain and not _is_librarys(type(value))
+
+
+def _is_librarys(kind: type) -> bool:
+    return kind.__module__.partition(".")[0] in ("torch", "amplab", "builtins")

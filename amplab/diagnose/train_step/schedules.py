@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -30,13 +31,18 @@ class ScheduleMove(NamedTuple):
 
 
 def schedulers_of(
-    train_step: Callable[[], Any], stateful: Sequence[Any] = (), *, counting: bool = True
+    train_step: Callable[[], Any],
+    stateful: Sequence[Any] = (),
+    optimizers: Sequence[Optimizer] = (),
+    *,
+    counting: bool = True,
 ) -> list[LRScheduler]:
-    """The schedulers in `stateful`, and those that the variables in the code of `train_step` lead to.
+    """The schedulers in `stateful`, those to which the variables in the code of `train_step` lead, those of optimizers.
 
     Args:
         train_step: a whole iteration.
         stateful: objects with state_dict and load_state_dict.
+        optimizers: their schedulers are found wherever they are, as in a hook on a step.
         counting: leave out those that do not count steps, since they follow a measured value.
 
     >>> import torch
@@ -46,6 +52,10 @@ def schedulers_of(
     """
     found = {id(each): each for each in stateful if isinstance(each, LRScheduler)}
     found |= {id(each): each for each in reached_from(train_step) if isinstance(each, LRScheduler)}
+    if optimizers:
+        ids = {*map(id, optimizers)}
+        every = [each for each in gc.get_objects() if issubclass(type(each), LRScheduler)]
+        found |= {id(each): each for each in every if id(vars(each).get("optimizer")) in ids}
     return [each for each in found.values() if not (counting and isinstance(each, ReduceLROnPlateau))]
 
 
