@@ -120,7 +120,7 @@ def open(
     What a cell writes to such attributes and variables while the lab looks at a step may be taken back: pause it first.
     `open` returns when the trace that the page shows first is done. While such an experiment runs, each step seeds the
     generators of torch, Python and NumPy, and restores them: pause it before a cell that needs random numbers of its
-    own.
+    own. Debug a cell that controls a run without Ctrl-C; see `Trainer`.
 
     In a restarted kernel a run continues with its parameters and buffers, its optimizers, and schedules that step in
     their hooks. So does what the model, a loss that is a module, optimizers, the hooks of these, and data with samplers

@@ -12,6 +12,7 @@ import sys
 from collections import ChainMap, UserDict, UserList, deque
 from collections.abc import Callable, Iterable, Mapping
 from contextvars import ContextVar
+from enum import Enum
 from functools import _lru_cache_wrapper, cached_property, partial
 from itertools import islice
 from threading import local
@@ -190,6 +191,8 @@ class Followed:
             return *vars(value).values(), *self._from_class(type(value))
         if isinstance(value, ContextVar):
             self.found.append(_OfContext(value))
+        elif isinstance(value, Enum):
+            return self._from_class(type(value))
         elif isinstance(value, GENERATORS):
             self.found.append(Names(value, {"generator": value}))
         elif is_followed(value):
@@ -214,6 +217,8 @@ class Followed:
         self.found += [_OfClass(each) for each in own if each not in self._classes]
         self._classes |= {kind, *own}
         self._spaces += new
+        if issubclass(kind, Enum):  # whose members may have attributes besides their values
+            self.found += [Names(member, vars(member)) for member in kind if own]
         methods = [(name, each) for names in new for name, each in names.items() if isinstance(each, _METHODS)]
         return [each for name, each in methods if name.startswith("__") and name != "__init__"]
 

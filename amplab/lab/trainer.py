@@ -113,6 +113,10 @@ class Trainer:
     may come twice. The models of the lab draw none. Code of one's own that a trainer calls, such as what makes a model
     or measures a score, may train with another trainer and wait for it; waiting for the one that calls it is an error.
 
+    Under a tracer written in Python, such as pdb, Ctrl-C in a call of the trainer may leave a lock taken, for which its
+    thread then waits: CPython may interrupt between the end of a ``with`` block and the release of a lock. Restart the
+    kernel, and continue the run from its checkpoint.
+
     Args:
         config: The experiment; None for the default one.
         log: Folder or .jsonl file of the run log, None for no log. An existing file is never overwritten.

@@ -763,8 +763,8 @@ def watch(
     again, what its code keeps is as before, as far as names in the code lead to it: weights, random generators,
     variables, also those of your other files, of a thread and of a context, attributes of your functions and classes,
     and what containers, arrays and objects of your own classes hold. Files, caches of functools, attributes of scripted
-    modules, tensors of more than 256 MiB, what objects after the first 1,000 of a container hold, and objects, classes
-    and modules of installed packages are not taken back.
+    modules, tensors of more than 256 MiB, what objects after the first 1,000 of a container hold, what code in a text
+    names that ``eval`` runs, and objects, classes and modules of installed packages and of Python are not taken back.
 
     A step does not run again if its code names arrays of more than 256 MiB, containers of more than four million
     elements, tensors in shared memory, iterators, or something for which it may wait, such as a queue, a barrier or a

@@ -5,7 +5,9 @@ Between two steps it waits until the next one is due. A command ends this wait: 
 It computes with one intra-op thread; see `compute_threads`. Nothing outside the worker changes.
 The thread ends after some idle seconds and starts again when there is work, so a forgotten worker leaks no thread.
 
-Ctrl-C in a call of the worker leaves the lock free and the queue whole: the next call goes on from there.
+Ctrl-C in a call of the worker leaves the lock free and the queue whole: the next call goes on from there. The one
+exception is a tracer written in Python, such as pdb: with one, CPython may interrupt between the end of a `with` block
+and the release of its lock, in amplab as in the queues of Python.
 """
 
 from __future__ import annotations

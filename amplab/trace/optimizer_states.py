@@ -21,7 +21,7 @@ from amplab.trace.optimizer_hooks import observe_steps
 from amplab.trace.random_states import restorers
 from amplab.trace.tensor_copies import TensorCopy, restore_all
 
-__all__ = ["OptimizerState", "unchanged_optimizers"]
+__all__ = ["OptimizerState", "unchanged_optimizers", "with_inner"]
 
 
 @contextmanager
@@ -61,7 +61,7 @@ class OptimizerState(NamedTuple):
     Attributes:
         optimizer: it.
         stepped: the values of its parameters; of masters those of the half parameters, too.
-        slots: those of the other tensors in its state and settings.
+        slots: those of the other tensors in its state, its settings and its attributes.
         containers: restore the dicts and lists around them, and random generators of its own.
         hooks: its dicts of hooks, each with what it has.
         attributes: its own, such as a count of steps, or what a scheduler of torch's has put there.
@@ -80,7 +80,7 @@ class OptimizerState(NamedTuple):
         hooks = [(each, dict(each)) for each in hooks_of(optimizer)]
         parameters_of = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         stepped = [TensorCopy.of(parameter) for parameter in [*parameters_of, *_halves_of(hooks)]]
-        found, containers = _contents([optimizer.state, optimizer.param_groups])
+        found, containers = _contents([optimizer.state, optimizer.param_groups, *vars(optimizer).values()])
         containers += restorers(vars(optimizer).values())
         parameters = {id(copy.tensor) for copy in stepped}
         slots = [TensorCopy.of(tensor) for tensor in found if id(tensor) not in parameters]
@@ -103,6 +103,16 @@ class OptimizerState(NamedTuple):
                 restore()
 
 
+def with_inner(optimizers: Iterable[Optimizer]) -> list[Optimizer]:
+    """Return optimizers, and after them those that they have in their attributes, as Lookahead has."""
+    found = [*optimizers]
+    for each in found:  # which grows
+        for value in vars(each).values():
+            values = value if isinstance(value, list | tuple) else [value]
+            found += [one for one in values if isinstance(one, Optimizer) and not any(one is other for other in found)]
+    return found
+
+
 def _halves_of(hooks: Iterable[tuple[Any, dict[Any, Any]]]) -> list[Tensor]:
     """The half parameters whose masters the hooks of a session let an optimizer step."""
     owners = {getattr(hook, "__self__", None) for _, those in hooks for hook in those.values()}
@@ -116,9 +126,12 @@ def _contents(values: Iterable[Any]) -> tuple[list[Tensor], list[Callable[[], ob
     """
     tensors: list[Tensor] = []
     containers: list[Callable[[], object]] = []
-    waiting = [*values]
+    waiting, seen = [*values], set[int]()
     while waiting:
         value = waiting.pop()
+        if id(value) in seen:
+            continue
+        seen.add(id(value))
         if isinstance(value, Tensor):
             tensors.append(value)
         elif isinstance(value, dict):

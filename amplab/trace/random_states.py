@@ -29,7 +29,7 @@ __all__ = [
     "state_of",
 ]
 
-GENERATORS = torch.Generator, random.Random, np.random.Generator, np.random.RandomState
+GENERATORS = torch.Generator, random.Random, np.random.Generator, np.random.RandomState, np.random.BitGenerator
 """The types of single generators."""
 
 _MT19937_BYTES = 624 * 4 + 4  # NumPy's struct: the words, and the position among them
@@ -151,7 +151,7 @@ def state_of(generator: Any) -> bytes:
         return pickle.dumps(generator.getstate())
     if isinstance(generator, np.random.RandomState):
         return pickle.dumps(generator.get_state(legacy=False))
-    return pickle.dumps(generator.bit_generator.state)
+    return pickle.dumps(_bits_of(generator).state)
 
 
 def _has_state(value: Any) -> bool:
@@ -179,8 +179,8 @@ def reseed(generator: Any, seed: int) -> None:
         kind = getattr(np.random, generator.get_state(legacy=False)["bit_generator"])
         generator.set_state(kind((int(generator.randint(2**31)) + seed) % 2**63).state)
     else:
-        states = generator.bit_generator
-        states.state = type(states)((int(generator.integers(2**62)) + seed) % 2**63).state
+        bits = _bits_of(generator)
+        bits.state = type(bits)((int(np.random.Generator(bits).integers(2**62)) + seed) % 2**63).state
 
 
 def is_global(generator: Any) -> bool:
@@ -196,7 +196,12 @@ def _undo(generator: Any) -> Callable[[], object]:
         return partial(generator.setstate, generator.getstate())
     if isinstance(generator, np.random.RandomState):
         return partial(generator.set_state, generator.get_state(legacy=False))
-    return partial(setattr, generator.bit_generator, "state", generator.bit_generator.state)
+    return partial(setattr, _bits_of(generator), "state", _bits_of(generator).state)
+
+
+def _bits_of(generator: Any) -> Any:
+    """Return what draws the bits of a generator of NumPy, which may be by itself."""
+    return generator if isinstance(generator, np.random.BitGenerator) else generator.bit_generator
 
 
 def _numpys_words() -> bytes | None:

@@ -2,6 +2,7 @@
 
 import contextvars
 import copy
+import enum
 import importlib
 import threading
 from collections import ChainMap, UserDict, UserList, deque
@@ -254,6 +255,25 @@ def counted_in_an_array_of_objects(model):
     return step
 
 
+class Phase(enum.Enum):
+    TRAIN = 1
+
+
+def counted_in_a_member_of_an_enum(model):
+    Phase.TRAIN.calls = 0
+
+    def step(x):
+        Phase.TRAIN.calls += 1
+        return model(x).float().square().mean() / Phase.TRAIN.calls
+
+    return step
+
+
+def drawn_from_a_bare_bit_generator(model):
+    bits = np.random.PCG64(1)
+    return lambda x: (model(x) + float(bits.random_raw() % 1000) / 1000).float().square().mean()
+
+
 class Unwatched:
     batches, loss, failures = staticmethod(iter), staticmethod(lambda loss: loss), ()
 
@@ -317,6 +337,8 @@ def trained(make_model, make_step, scaler_type, watched):
         (lambda: nn.Linear(8, 1), counted_in_arguments_of_every_call),
         (lambda: nn.Linear(8, 1), counted_in_containers_of_the_standard_library),
         (lambda: nn.Linear(8, 1), counted_in_an_array_of_objects),
+        (lambda: nn.Linear(8, 1), counted_in_a_member_of_an_enum),
+        (lambda: nn.Linear(8, 1), drawn_from_a_bare_bit_generator),
         (lambda: nn.Linear(8, 1), lambda model: lambda x: Doubled.apply(model(x)).float().square().mean()),
         (lambda: nn.Linear(8, 1), lambda model: lambda x: (model(x) + Noise.drawn()).float().square().mean()),
     ],

@@ -16,7 +16,7 @@ from amplab.amp import Session
 from amplab.trace.as_found import Undo
 from amplab.trace.handed_step import Scaler
 from amplab.trace.named_state import set_aside
-from amplab.trace.optimizer_states import OptimizerState
+from amplab.trace.optimizer_states import OptimizerState, with_inner
 
 __all__ = ["kept", "scales_of", "set_scale"]
 
@@ -25,14 +25,14 @@ __all__ = ["kept", "scales_of", "set_scale"]
 def kept(
     optimizers: Sequence[Optimizer], scaler: Scaler | None, stateful: Sequence[Any]
 ) -> Iterator[list[OptimizerState]]:
-    """Restore what the block changes; yield the saved states of the optimizers, in their order.
+    """Restore what the block changes; yield the saved states of the optimizers, in their order, and of inner ones.
 
     Args:
         optimizers: with their parameters and gradients.
         scaler: the session or scaler, with its loss scales.
         stateful: other objects with state_dict and load_state_dict.
     """
-    saved = [OptimizerState.of(optimizer) for optimizer in optimizers]
+    saved = [OptimizerState.of(optimizer) for optimizer in with_inner(optimizers)]
     grads = [(each.tensor, each.tensor.grad) for state in saved for each in state.stepped]
     of_session = [(each, each.state) for each in scaler.scalers] if isinstance(scaler, Session) else []
     own = {id(each): each for each in (*stateful, scaler) if isinstance(each, torch.amp.GradScaler)}

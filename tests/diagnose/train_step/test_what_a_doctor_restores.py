@@ -1,4 +1,4 @@
-"""A doctor leaves the schedulers of a training step as they were, wherever the code of the step finds them."""
+"""A doctor leaves schedulers, scalers and optimizers of a training step as they were, wherever its code has them."""
 
 import pytest
 import torch
@@ -111,3 +111,39 @@ def test_a_scaler_that_an_inner_function_names_is_as_it_was():
 
     amplab.doctor(loop.model, train_step=step, optimizer=loop.optimizer)
     assert scaler.get_scale() == 8.0
+
+
+class Lookahead(torch.optim.Optimizer):
+    """Steps another optimizer, which has its own state, and keeps slow weights in a list."""
+
+    def __init__(self, base):
+        super().__init__(base.param_groups, {})
+        self.base, self.calls, self.param_groups = base, 0, base.param_groups
+        self.slow = [[weight.detach().clone() for weight in group["params"]] for group in self.param_groups]
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        self.base.step()
+        self.calls += 1
+        for group, weights in zip(self.param_groups, self.slow, strict=True):
+            for weight, slow in zip(group["params"], weights, strict=True):
+                slow.add_(0.5 * (weight - slow))
+                weight.copy_(slow)
+
+
+def test_an_optimizer_around_another_one_is_as_it_was():
+    found = []
+    for examined in (False, True):
+        loop = Loop()
+        optimizer = Lookahead(torch.optim.SGD(loop.model.parameters(), lr=0.1, momentum=0.9))
+
+        def step(loop=loop, optimizer=optimizer):
+            loop.backward()
+            optimizer.step()
+
+        for number in range(4):
+            if examined and number == 2:
+                amplab.doctor(loop.model, train_step=step, optimizer=optimizer)
+            step()
+        found.append((loop.model.weight.tolist(), optimizer.slow[0][0].tolist(), optimizer.calls))
+    assert found[0] == found[1]
