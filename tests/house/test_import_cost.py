@@ -46,11 +46,13 @@ sys.meta_path[:] = map(Hiding, sys.meta_path)
 {code}
 """
 
-SECONDS = """
-import time, torch
-start = time.process_time()
+OF_TORCH = """
+import time
+begun = time.process_time()
+import torch
+middle = time.process_time()
 {code}
-print(time.process_time() - start)
+print((time.process_time() - middle) / (middle - begun))
 """
 
 TRAIN_TWO_STEPS = """
@@ -137,9 +139,9 @@ def test_import_alone_does_not_even_load_torch() -> None:
 
 
 def test_import_is_quick() -> None:
-    # Every room takes 0.4 to 0.8 s of processor time beyond torch, 0.1 of it one full garbage collection. Beside other
-    # processes the same work takes up to twice as long.
-    assert any(float(run(SECONDS.format(code=IMPORT_ALL)).stdout) < 1.6 for _ in range(5))
+    # All rooms take half to two thirds of the processor time that torch takes: 0.4 to 0.8 s on a quick machine, twice
+    # as much on a slow one or beside other processes.
+    assert any(float(run(OF_TORCH.format(code=IMPORT_ALL)).stdout) < 1 for _ in range(5))
 
 
 def test_core_runs_with_torch_and_numpy_alone() -> None:
