@@ -31,6 +31,7 @@ from amplab.diagnose.observed_step.values import ObservedStep, measured_in, obse
 from amplab.diagnose.remedies.api_styles import ApiStyle, api_style_of
 from amplab.diagnose.reruns import Headroom, RerunResult, headroom, probe
 from amplab.diagnose.train_step.loop_state import kept
+from amplab.display.text import visible
 from amplab.policies import PrecisionPolicy
 from amplab.policies.nested_tensors import map_tensors, named_tensors_in
 from amplab.trace import OpRecord, trace_step
@@ -132,11 +133,11 @@ class FirstNonfinite:
         return self.record.phase if self.record else ""
 
     def __str__(self) -> str:
-        return text(self)
+        return visible(text(self))
 
     def __repr__(self) -> str:
         where = f"{self.record.op} in {self.record.module or 'no module'}" if self.record else self.tensor
-        return f"<FirstNonfinite: {sentence(self)}, at {where}>"
+        return visible(f"<FirstNonfinite: {sentence(self)}, at {where}>")
 
     def _repr_html_(self) -> str:
         return html(self)

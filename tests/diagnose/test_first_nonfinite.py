@@ -462,3 +462,13 @@ def test_a_step_that_leads_to_many_objects_is_not_searched_for_long():
     seen = sum(1 for _ in reached_from(loss))
     assert seen < 5_000
     assert first_nonfinite(model, torch.ones(1, 4), loss=loss) is None
+
+
+def test_names_of_modules_have_no_control_characters_in_what_is_printed():
+    model = nn.Sequential()
+    model.add_module("a\x1b[2J", nn.Linear(4, 1))
+    found = first_nonfinite(model, torch.full((2, 4), 1e30), loss=lambda out: out.square().sum())
+    assert found is not None
+    for printed in (str(found), repr(found)):
+        assert "\x1b" not in printed
+        assert "a" in printed
