@@ -102,9 +102,7 @@ def writer_beside(values: Iterable[Any]) -> Writer | None:
 
 
 def _is_shared(value: Any) -> bool:
-    """Whether it is a tensor, or a module with a buffer, to which other processes may write."""
-    if isinstance(value, nn.Module):
-        return any(map(_is_shared, value.buffers()))
+    """Whether it is a tensor to which other processes may write. (Those of the model have stand-ins in a rerun.)"""
     return type(value) is Tensor and value.device.type == "cpu" and value.layout is strided and value.is_shared()
 
 
