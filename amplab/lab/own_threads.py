@@ -29,6 +29,7 @@ from torch import Tensor, nn, strided
 from amplab.lab.own_code import Followed
 from amplab.lab.own_objects import is_followed, names_of
 from amplab.trace.random_states import GENERATORS
+from amplab.trace.reached_values import names_in
 
 __all__ = ["Writer", "awaited_by", "writer_beside"]
 
@@ -141,8 +142,7 @@ def _variables(function: FunctionType, names: Iterable[str]) -> dict[Any, str]:
 
 def _named(code: CodeType) -> set[str]:
     """Return the variables that a function, and those inside it, name."""
-    inner = (_named(each) for each in code.co_consts if isinstance(each, CodeType))
-    return {*code.co_names, *code.co_freevars}.union(*inner)
+    return {*names_in(code), *code.co_freevars}
 
 
 def _bound(code: CodeType, ops: Iterable[str]) -> set[str]:

@@ -49,7 +49,7 @@ def _named_in(value: Any, names: Container[str] | None) -> Iterator[Any]:
         yield from (value.__func__, value.__self__)
         yield from _own_methods(value.__self__, {*names_in(getattr(value.__func__, "__code__", _NO_CODE))})
     elif isinstance(value, types.FunctionType):
-        named = {*names_in(value.__code__)}
+        named = dict.fromkeys(names_in(value.__code__))  # in their order, as a set of words has another in each process
         found = [value.__globals__[name] for name in named if name in value.__globals__]
         yield from found
         yield from (method for each in found if isinstance(each, type) for method in _own_methods(each, named))
