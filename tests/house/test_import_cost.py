@@ -139,7 +139,7 @@ def test_import_alone_does_not_even_load_torch() -> None:
 
 
 def test_import_is_quick() -> None:
-    # All rooms take half to two thirds of the processor time that torch takes: 0.4 to 0.8 s on a quick machine, twice
+    # All rooms take 0.6 to 0.75 of the processor time that torch takes: 0.4 to 0.8 s on a quick machine, twice
     # as much on a slow one or beside other processes.
     assert any(float(run(OF_TORCH.format(code=IMPORT_ALL)).stdout) < 1 for _ in range(5))
 
