@@ -1,24 +1,17 @@
-"""Threads and processes beside a step that runs again: one may write to what its code keeps, or be waited for.
+"""Threads and processes beside a step that runs again: one may write to what the code of the step keeps.
 
-A rerun takes back what the code of the step changes, and would take back what they have written meanwhile. It could
-wait forever for what a thread does once for each step. Looked at is the code of the step and of each
-`threading.Thread`, as far as the names in it lead. What a thread of a pool runs is not known.
+A rerun takes back what the code of the step changes, and would take back what they have written meanwhile. Looked at is
+the code of the step and of each `threading.Thread`, as far as the names in it lead. What a thread of a pool runs is not
+known.
 """
 
 from __future__ import annotations
 
 import dis
-import multiprocessing.queues
-import queue
-import socket
-import subprocess
 import threading
 from array import array
 from collections import deque
 from collections.abc import Iterable, Iterator
-from io import IOBase
-from multiprocessing.connection import Connection
-from multiprocessing.synchronize import SemLock
 from threading import Thread
 from types import CodeType, FunctionType
 from typing import Any, NamedTuple
@@ -31,11 +24,12 @@ from amplab.lab.own_objects import is_followed, names_of
 from amplab.trace.random_states import GENERATORS
 from amplab.trace.reached_values import names_in
 
-__all__ = ["Writer", "awaited_by", "writer_beside"]
+__all__ = ["Writer", "writer_beside"]
 
 _OF_OBJECTS = "STORE_ATTR", "DELETE_ATTR"
 _OF_VARIABLES = "STORE_GLOBAL", "DELETE_GLOBAL", "STORE_DEREF", "DELETE_DEREF"
 _WRITTEN_BY_CALLS = list, dict, set, deque, bytearray, array, np.ndarray, Tensor, nn.Module, *GENERATORS
+_DRAWS = "normal_", "uniform_", "exponential_", "shuffle", "choice", "choices", "sample", "gauss", "dropout"
 
 
 class Writer(NamedTuple):
@@ -43,43 +37,6 @@ class Writer(NamedTuple):
 
     who: str
     what: str
-
-
-_Lock = type(threading.Lock())
-_RLock = type(threading.RLock())
-_AWAITED = (
-    queue.Queue, queue.SimpleQueue, multiprocessing.queues.Queue, multiprocessing.queues.SimpleQueue, Connection,
-    threading.Semaphore, threading.Condition, threading.Barrier, SemLock, socket.socket, subprocess.Popen,
-)  # fmt: skip
-_DRAWS = "normal_", "uniform_", "exponential_", "shuffle", "choice", "choices", "sample", "gauss", "dropout"
-
-
-def awaited_by(values: Iterable[Any]) -> str:
-    """Return the class of something that gives a step what the next one does not get: the code may wait for it.
-
-    In a step that runs again it could wait forever, since what fills it or lets it go does so once for each step. An
-    iterator would give the next step what comes after. Returns "" if there is none.
-
-    Args:
-        values: As for `own_code.Followed`.
-
-    Sync: none.
-    """
-    step = Followed(values)
-    waits = any("wait" in each.__code__.co_names for each in step.functions)
-    return next((type(each).__name__ for each in step.seen.values() if _is_awaited(each, waits=waits)), "")
-
-
-def _is_awaited(value: Any, *, waits: bool) -> bool:
-    if isinstance(value, threading.Event):
-        return waits and not value.is_set()
-    if isinstance(value, _RLock):  # the thread that holds it may take it again
-        if is_free := value.acquire(blocking=False):
-            value.release()
-        return not is_free
-    if hasattr(type(value), "__next__") and not isinstance(value, IOBase):
-        return True
-    return isinstance(value, _AWAITED) or (isinstance(value, _Lock) and value.locked())
 
 
 def writer_beside(values: Iterable[Any]) -> Writer | None:

@@ -15,10 +15,15 @@ from torch import Tensor, nn
 from amplab.lab.kept_attributes import KeptAttributes
 from amplab.lab.own_code import named_by
 from amplab.lab.own_objects import Names
-from amplab.lab.own_threads import Writer, awaited_by, writer_beside
+from amplab.lab.own_threads import writer_beside
+from amplab.lab.own_waits import awaited_by
 from amplab.trace.random_states import HostStates
 
-__all__ = ["CodeBefore", "StepCode"]
+__all__ = ["CannotRunAgain", "CodeBefore", "StepCode"]
+
+
+class CannotRunAgain(RuntimeError):
+    """A step cannot run again as the loop ran it; the message says why."""
 
 
 class CodeBefore(NamedTuple):
@@ -33,6 +38,14 @@ class CodeBefore(NamedTuple):
     host: HostStates | None = None
     kept: KeptAttributes | None = None
     known: frozenset[Any] | None = None
+
+    def check_kept(self, now: KeptAttributes) -> None:
+        """Raise CannotRunAgain if code may write to something of which no copy is kept, before the step or now."""
+        if unkept := now.unkept or (self.kept is not None and self.kept.has_lost and "a large tensor"):
+            raise CannotRunAgain(
+                f"its code may write to {unkept}, of which no copy is kept, so that it could not be taken back. Of an "
+                "array to which nothing writes, say so: array.flags.writeable = False."
+            )
 
 
 class StepCode:
@@ -83,13 +96,18 @@ class StepCode:
         followed = named_by(self._code())
         return KeptAttributes({"model": self._model}, self._weights, followed=followed)
 
-    def writer_beside(self) -> Writer | None:
-        """Return who may write to what the code keeps meanwhile; None if nobody may. Sync: none."""
-        return writer_beside(self._code()) if self._keeps else None
-
-    def awaited(self) -> str:
-        """Return the class of something that the code waits for; "" if there is nothing. Sync: none."""
-        return awaited_by(self._code())
+    def check_is_alone(self) -> None:
+        """Raise CannotRunAgain if code may wait for others, or if they may write to what it keeps. Sync: none."""
+        if awaited := awaited_by(self._code()):
+            raise CannotRunAgain(
+                f"its code names an object of class {awaited}: a step that runs again could wait for it forever, or "
+                "take what the next step is to get. Let step= get that as a part of the batch."
+            )
+        if self._keeps and (writer := writer_beside(self._code())):
+            raise CannotRunAgain(
+                f"{writer.who} may write to {writer.what}, which the code of the step names too: what it writes while "
+                "the step runs again would be taken back. End it before, or let step= use a copy."
+            )
 
     def take_back(self, before: KeptAttributes, *, draws: bool) -> None:
         """Let code keep what it kept before a rerun, and note what that has changed.

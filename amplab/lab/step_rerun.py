@@ -22,7 +22,7 @@ from amplab.amp import Session
 from amplab.diagnose import FirstNonfinite, first_nonfinite
 from amplab.display.numbers import short_text
 from amplab.lab.forward_again import BegunForward, ForwardAgain, in_autocast, versions_of, with_own_containers
-from amplab.lab.step_code import StepCode
+from amplab.lab.step_code import CannotRunAgain, StepCode
 from amplab.parallel.ranks import NeedsOtherRanks, data_parallel, exchanges_in_forward, this_rank
 from amplab.policies.nested_tensors import tensors_in
 from amplab.trace.as_found import Undo, leaves_as_found, remove_hook
@@ -32,7 +32,7 @@ from amplab.trace.stand_ins import apart
 from amplab.trace.tensor_copies import write_value
 from amplab.trace.untouched import unless_undone
 
-__all__ = ["CannotRunAgain", "StepBeginning", "StepRerun"]
+__all__ = ["StepBeginning", "StepRerun"]
 
 _HAS_CUDA = torch.backends.cuda.is_built()
 _BATCHES = 64  # kept of one step at most, since a loop may never step
@@ -61,10 +61,6 @@ class StepBeginning:
         """Its bytes."""
         held = [*self.buffers, *(tensor for each in self.begun for tensor in (*tensors_in(each.batch), *each.random))]
         return sum(tensor.nbytes for tensor in held)
-
-
-class CannotRunAgain(RuntimeError):
-    """A step cannot run again as the loop ran it; the message says why."""
 
 
 class StepRerun:
@@ -211,16 +207,7 @@ class StepRerun:
             raise NeedsOtherRanks(
                 f"{exchanging} exchanges values with the other ranks in its forward. On one rank alone it would wait."
             )
-        if awaited := self._code.awaited():
-            raise CannotRunAgain(
-                f"its code names an object of class {awaited}: a step that runs again could wait for it forever, or "
-                "take what the next step is to get. Let step= get that as a part of the batch."
-            )
-        if writer := self._code.writer_beside():
-            raise CannotRunAgain(
-                f"{writer.who} may write to {writer.what}, which the code of the step names too: what it writes while "
-                "the step runs again would be taken back. End it before, or let step= use a copy."
-            )
+        self._code.check_is_alone()
         first: FirstNonfinite | None = None
         fits = loss_scale
         for begun in tuple(self._begun):
@@ -241,12 +228,7 @@ class StepRerun:
                 "it was. Write x = x / 255."
             )
         run = ForwardAgain(begun, self._code.now())
-        kept = begun.code.kept
-        if unkept := run.now.unkept or (kept is not None and kept.has_lost and "a large tensor"):
-            raise CannotRunAgain(
-                f"its code may write to {unkept}, which is too large to be copied, so that it could not be taken back. "
-                "Of an array to which nothing writes, say so: array.flags.writeable = False."
-            )
+        begun.code.check_kept(run.now)
         with Undo() as undo:
             self._begin_again(begun, run, undo)
             found = self._first_nonfinite(run, loss_scale)

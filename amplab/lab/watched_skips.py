@@ -21,8 +21,9 @@ from amplab.lab.events import StepRecord
 from amplab.lab.run_store import RunStore
 from amplab.lab.skip_explanation import SkipExplanation, explained
 from amplab.lab.step_check import StepCheck
+from amplab.lab.step_code import CannotRunAgain
 from amplab.lab.step_losses import value_of
-from amplab.lab.step_rerun import CannotRunAgain, StepRerun
+from amplab.lab.step_rerun import StepRerun
 from amplab.parallel.ranks import NeedsOtherRanks
 from amplab.policies.signals import DeferredSignals, is_interrupt
 from amplab.scalers.unscaler import local_shard
