@@ -36,7 +36,11 @@ def run_csv(history: History | Mapping[int, History]) -> str:
 
     Args:
         history: The run; or those of several ranks by rank, as `Run.by_rank`, for a first column "rank".
+
+    Raises:
+        TypeError: It is neither.
     """
+    _check_history(history, (History, Mapping))
     file = io.StringIO()
     writer = csv.writer(file, lineterminator="\n")
     writer.writerow([*(["rank"] if isinstance(history, Mapping) else []), *COLUMNS])
@@ -47,13 +51,26 @@ def run_csv(history: History | Mapping[int, History]) -> str:
     return file.getvalue()
 
 
+def _check_history(history: object, kinds: tuple[type, ...]) -> None:
+    if not isinstance(history, kinds):
+        several = ", or a dict of several by rank, as run.by_rank" if Mapping in kinds else ""
+        raise TypeError(
+            f"history of type {type(history).__name__}: expected a History, as the attribute history of a run, a watch "
+            f"or an experiment{several}."
+        )
+
+
 def run_json(history: History, config: object) -> str:
     """Return a run as JSON text.
 
     Args:
         history: The run.
         config: What was run; its string restores an experiment of the lab.
+
+    Raises:
+        TypeError: `history` is no History.
     """
+    _check_history(history, (History,))
     explained = {str(step): _plain(each.as_dict()) for step, each in history.explanations.items()}
     entries = {
         "amplab": _json(__version__),

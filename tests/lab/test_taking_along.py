@@ -107,6 +107,12 @@ def test_a_long_run_is_exported_in_little_more_memory_than_its_text(export: Call
     assert most < 5 * len(text)
 
 
+@pytest.mark.parametrize("export", [run_csv, lambda run: run_json(run, "config")], ids=["csv", "json"])
+def test_a_run_in_place_of_its_history_is_refused(export, trained: Trainer) -> None:
+    with pytest.raises(TypeError, match="history of type Trainer: expected a History, as the attribute history of"):
+        export(trained)
+
+
 class Tags(HTMLParser):
     """The tags and links of a page, and its text."""
 
