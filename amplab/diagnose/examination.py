@@ -372,7 +372,7 @@ def _examine_loop(
     stateful: Sequence[Any],
 ) -> list[Finding]:
     raised = Raised(train_step)
-    schedulers = schedulers_of(train_step, counting=False)
+    schedulers = schedulers_of(train_step, optimizers=optimizers, counting=False)
     reached = [each for each in schedulers if not any(each is other for other in stateful)]
     api = Api(api_style_of(scaler))
     try:

@@ -103,9 +103,8 @@ def rehearse(
 ) -> Rehearsal:
     """Run `train_step` once and return what it does with the gradients; then restore all state.
 
-    Restored are parameters, masters, buffers, gradients, optimizer states, loss scales, random states, the optimizers'
-    schedulers and those that the step's code names, and `stateful`. A batch that `train_step` takes from an iterator
-    is lost.
+    Restored are parameters, masters, buffers, gradients, optimizer states, loss scales, random states, the schedulers
+    that the step's code names, and `stateful`. A batch that `train_step` takes from an iterator is lost.
 
     Args:
         model: the model, or several in one module.
@@ -121,7 +120,7 @@ def rehearse(
     schedulers = schedulers_of(train_step, stateful)
     named = {id(each) for each in stateful}
     recorder = LoopRecorder(model, optimizers, scaler, ScheduleWatch(schedulers, optimizers), overflows=overflows)
-    changed = *schedulers_of(train_step, stateful, optimizers, counting=False), *named_scalers(train_step)
+    changed = *schedulers_of(train_step, counting=False), *named_scalers(train_step)
     others = [each for each in changed if id(each) not in named]
     with (
         apart(model),  # first: the optimizers step its tensors
@@ -182,7 +181,7 @@ def _gradients_left_over(
     Arguments, and what is restored, as for `rehearse`. Sync: many.
     """
     named = {id(each) for each in stateful}
-    changed = *schedulers_of(train_step, stateful, optimizers, counting=False), *named_scalers(train_step)
+    changed = *schedulers_of(train_step, counting=False), *named_scalers(train_step)
     others = [each for each in changed if id(each) not in named]
     with apart(model), kept(optimizers, scaler, [*stateful, *others]), untouched(model):
         with LoopRecorder(model, optimizers, scaler, overflows=True).recording():
