@@ -8,6 +8,7 @@ the loop around the model in `loop_wards.py`.
 from collections.abc import Callable
 from dataclasses import dataclass
 
+import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -15,10 +16,21 @@ from torch.nn import functional as F
 from amplab.amp import Session
 from amplab.diagnose import Observation, StepObservation
 
-__all__ = ["SEEDS", "SIZES", "Patient", "Ward", "apex", "gaussian", "padded", "regression", "scale_of", "train"]
+__all__ = [
+    "ONCE", "SEEDS", "SIZES", "TWICE", "Patient", "Ward", "apex", "gaussian", "padded", "regression", "scale_of",
+    "sizes_and_seeds", "train",
+]  # fmt: skip
 
 SIZES = (16, 40)
 SEEDS = (0, 1, 2)
+ONCE = ((16, 0),)
+TWICE = ((16, 0), (40, 1))
+
+
+def sizes_and_seeds(*given: object, short: tuple[tuple[int, int], ...] = ONCE) -> list[object]:
+    """Return parameters of tests: `given`, with each size and seed; all but `short` are those of long tests."""
+    pairs = [(size, seed) for size in SIZES for seed in SEEDS]
+    return [pytest.param(*given, *each, marks=() if each in short else pytest.mark.long) for each in pairs]
 
 
 @dataclass

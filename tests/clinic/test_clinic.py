@@ -7,7 +7,7 @@ import pytest
 import torch
 from loop_wards import LOOP_WARDS
 from misuse_wards import MISUSE_WARDS
-from patients import SEEDS, SIZES, train
+from patients import ONCE, SIZES, TWICE, sizes_and_seeds, train
 from singular_wards import SINGULAR_WARDS
 from value_wards import VALUE_WARDS
 
@@ -18,12 +18,7 @@ from amplab.diagnose import doctor
 WARDS = VALUE_WARDS | LOOP_WARDS | MISUSE_WARDS | SINGULAR_WARDS
 
 EARLY = {*VALUE_WARDS, *LOOP_WARDS}
-RUNS = [
-    pytest.param(name, size, seed, marks=() if name in EARLY or (size, seed) == (SIZES[0], 0) else pytest.mark.long)
-    for name in WARDS
-    for size in SIZES
-    for seed in SEEDS
-]
+RUNS = [run for name in WARDS for run in sizes_and_seeds(name, short=TWICE if name in EARLY else ONCE)]
 
 
 def diagnosed(ward, size, seed, *, broken):

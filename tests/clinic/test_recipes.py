@@ -53,7 +53,7 @@ def trained(recipe, precision) -> Observation:
 
 
 @pytest.mark.parametrize("precision", PRECISIONS)
-@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("size", [SIZES[0], pytest.param(SIZES[1], marks=pytest.mark.long)])
 @pytest.mark.parametrize("name", RECIPES)
 def test_nothing_above_a_note(name, size, precision):
     if (name, precision) == ("lstm", "torch fp16"):

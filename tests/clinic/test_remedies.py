@@ -5,7 +5,7 @@ import singular_wards
 import torch
 import value_wards
 from pasting import final_loss, mended
-from patients import SEEDS, SIZES
+from patients import SEEDS, sizes_and_seeds
 from test_clinic import diagnosed, findings_of
 
 import amplab
@@ -17,13 +17,9 @@ TABLES = {
 }
 WARDS = [(table, name) for table, wards in TABLES.items() for name in wards]
 OTHER_WEIGHTS = ("attention logits", "large layer", "large product")
-FEW = [(SIZES[0], 0)]
-MANY = [
-    pytest.param(size, seed, marks=() if (size, seed) in FEW else pytest.mark.long) for size in SIZES for seed in SEEDS
-]
 
 
-@pytest.mark.parametrize(("size", "seed"), MANY)
+@pytest.mark.parametrize(("size", "seed"), sizes_and_seeds())
 @pytest.mark.parametrize(("table", "name"), WARDS)
 def test_the_pasted_remedy_mends_the_run_and_it_learns_as_its_twin_does(table, name, size, seed, tmp_path):
     finding = diagnosed(TABLES[table][name], size, seed, broken=True)[0]

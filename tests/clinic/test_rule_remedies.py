@@ -5,21 +5,16 @@ from dataclasses import replace
 import pytest
 import torch
 from pasting import final_loss, mended
-from patients import SEEDS, SIZES
+from patients import SIZES, sizes_and_seeds
 from rule_wards import RULE_WARDS
 from test_clinic import diagnosed, findings_of
 
 import amplab
 
 STEPS = 300
-RUNS = [
-    pytest.param(size, seed, marks=() if (size, seed) == (SIZES[0], 0) else pytest.mark.long)
-    for size in SIZES
-    for seed in SEEDS
-]
 
 
-@pytest.mark.parametrize(("size", "seed"), RUNS)
+@pytest.mark.parametrize(("size", "seed"), sizes_and_seeds())
 @pytest.mark.parametrize("suggestion", ["first", "rule"])
 @pytest.mark.parametrize("name", RULE_WARDS)
 def test_the_pasted_rule_mends_the_run_and_it_learns_as_in_float32(name, suggestion, size, seed, tmp_path):
