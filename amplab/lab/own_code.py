@@ -14,16 +14,20 @@ from collections.abc import Callable, Iterable, Mapping
 from contextvars import ContextVar
 from enum import Enum
 from functools import _lru_cache_wrapper, cached_property, partial
-from itertools import islice
+from itertools import chain, islice
 from threading import local
-from types import FunctionType, MethodType, ModuleType
+from types import FunctionType, MethodType, ModuleType, SimpleNamespace
 from typing import Any
 from weakref import ProxyTypes
 
-from torch import nn
+from torch import Tensor, nn
+from torch.nn.modules import module as torch_module
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
 
-from amplab.lab.own_objects import Cells, Names, is_followed, is_installed, is_own_file, names_of, own_hooks
-from amplab.lab.own_values import SCALARS
+from amplab.lab.own_objects import Cells, Gradients, Names, is_followed, is_installed, is_own_file, names_of, own_hooks
+from amplab.lab.own_values import READERS, SCALARS
+from amplab.trace.optimizer_hooks import is_amplabs
 from amplab.trace.random_states import GENERATORS
 from amplab.trace.reached_values import cell_contents, names_in, reached_from
 
@@ -33,7 +37,10 @@ _MOST_OBJECTS = 20_000
 _MOST_ELEMENTS = 1_000  # of a container: a list of examples is long
 _CONTAINERS = (list, tuple, set, frozenset, dict, deque)
 _HOLDERS = (local, UserDict, UserList, ChainMap)  # of the standard library, of nothing but what code gives them
+_SEARCHED = (SimpleNamespace, Tensor, Optimizer, LRScheduler)  # for attributes that code gives them
 _METHODS = (FunctionType, staticmethod, classmethod)
+_FUNCTIONS = (FunctionType, MethodType, partial)
+_GLOBAL_HOOKS = tuple(f"_global_{name}_hooks" for name in ("forward_pre", "forward", "backward_pre", "backward"))
 _WRAPPERS = (staticmethod, classmethod, _lru_cache_wrapper)
 
 
@@ -103,11 +110,19 @@ class _OfCall(Names):
     """The arguments that every call of a function gets, such as a list."""
 
 
+class _OfOptimizer(Names):
+    """The state and the settings of an optimizer of another model, such as a critic."""
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        super().__init__(optimizer, {"state": optimizer.state, "param_groups": optimizer.param_groups})
+
+
 class Followed:
     """Follows code from values.
 
     Args:
         values: functions, and objects whose code is followed.
+        weights: tensors whose gradients, and whose optimizers, are kept in another way.
 
     Attributes:
         found: what keeps something, as `own_objects.holders` takes it.
@@ -115,7 +130,8 @@ class Followed:
         seen: all values that the code leads to, by id.
     """
 
-    def __init__(self, values: Iterable[Any]) -> None:
+    def __init__(self, values: Iterable[Any], weights: Iterable[Tensor] = ()) -> None:
+        self._weights = {*map(id, weights)}
         self.found: list[Any] = []
         self.functions: list[FunctionType] = []
         self._names = {"forward", "backward", "setup_context"}  # torch calls them
@@ -153,13 +169,13 @@ class Followed:
             called = self._from_class(value)  # and `__init__`, since code that names a class may make an object
             return [*called, *(vars(each).get("__init__") for each in value.__mro__ if each in self._classes)]
         if isinstance(value, _CONTAINERS):
-            return islice(value.values() if isinstance(value, dict) else value, _MOST_ELEMENTS)
+            return islice(chain(*value.items()) if isinstance(value, dict) else value, _MOST_ELEMENTS)
         return self._from_object(value)
 
     def _from_function(self, function: FunctionType) -> Iterable[Any]:
         code, variables = function.__code__, function.__globals__
         if is_installed(code.co_filename) or is_installed(variables.get("__file__") or ""):
-            return (vars(function).get("__wrapped__"),)
+            return [vars(function).get("__wrapped__"), *_functions_in(cell_contents(function))]
         self.functions.append(function)
         self._names |= (names := {*names_in(code)})
         named = _Variables(function, variables, names)
@@ -186,27 +202,51 @@ class Followed:
         return found
 
     def _from_object(self, value: Any) -> Iterable[Any]:
+        """Return what an object leads to: its hooks and functions at once, and other attributes that code names."""
+        self._note_object(value)
+        if isinstance(value, nn.Module):
+            return [each for module in value.modules() for each in self._from_module(module)]
         if _is_holder(value):
-            self.found.append(Names(value, vars(value)))  # of a threading.local, those of this thread
             return *vars(value).values(), *self._from_class(type(value))
-        if isinstance(value, ContextVar):
+        kept = {name: each for _, names in names_of("", value) for name, each in names.items()}
+        if _is_of_own_class(value) or isinstance(value, _SEARCHED):
+            self._spaces.append(kept)
+        optimizer = [value.optimizer] if isinstance(value, LRScheduler) else []
+        hooks = [hook for _, hook in own_hooks("", value)] if isinstance(value, (Tensor, Optimizer)) else []
+        return [*self._from_class(type(value)), *_functions_in(kept.values()), *optimizer, *hooks]
+
+    def _note_object(self, value: Any) -> None:
+        """Note what an object keeps, unless it is one of a library, which may stand for something outside."""
+        if _is_holder(value) or isinstance(value, LRScheduler):
+            self.found.append(Names(value, vars(value)))  # of a threading.local, those of this thread
+        elif isinstance(value, ContextVar):
             self.found.append(_OfContext(value))
-        elif isinstance(value, Enum):
-            return self._from_class(type(value))
         elif isinstance(value, GENERATORS):
             self.found.append(Names(value, {"generator": value}))
-        elif is_followed(value):
+        elif isinstance(value, Tensor):
+            self._note_gradients(value, {"grad": value})
+            self.found += [Names(value, vars(value))] if vars(value) else []
+        elif isinstance(value, Optimizer):
+            stepped = {id(each) for group in value.param_groups for each in group["params"]}
+            self.found += [] if stepped & self._weights else [value, _OfOptimizer(value)]
+        elif is_followed(value) or _is_own_reader(value):
             self.found.append(value)
-            if isinstance(value, nn.Module):
-                return [each for module in value.modules() for each in self._from_module(module)]
-            kept = [names for _, names in names_of("", value)]
-            self._spaces.append({name: names.get(name) for names in kept for name in names})
-            return self._from_class(type(value))
-        return ()
+
+    def _note_gradients(self, owner: Any, tensors: Mapping[str, Tensor]) -> None:
+        others = {
+            name: each
+            for name, each in tensors.items()
+            if each is not None and each.is_leaf and each.requires_grad and id(each) not in self._weights
+        }
+        self.found += [Gradients(owner, others)] if others else []
 
     def _from_module(self, module: nn.Module) -> list[Any]:
+        self._note_gradients(module, dict(module.named_parameters(recurse=False)))
         self._spaces.append(vars(module))
-        return [*self._from_class(type(module)), *(hook for _, hook in own_hooks("", module))]
+        given = _functions_in(vars(module).values())  # such as the activation of an encoder layer of torch
+        owners: list[nn.Module | Tensor] = [module, *module.parameters(recurse=False)]
+        hooks = [hook for owner in owners for _, hook in own_hooks("", owner)]
+        return [*self._from_class(type(module)), *given, *hooks, *_global_hooks()]
 
     def _from_class(self, kind: type) -> list[Any]:
         """Note a class with its bases; return the methods that Python calls by itself, such as `__call__`."""
@@ -220,26 +260,52 @@ class Followed:
         if issubclass(kind, Enum):  # whose members may have attributes besides their values
             self.found += [Names(member, vars(member)) for member in kind if own]
         methods = [(name, each) for names in new for name, each in names.items() if isinstance(each, _METHODS)]
-        return [each for name, each in methods if name.startswith("__") and name != "__init__"]
+        replaced = [each for base in kind.__mro__ if base not in own for each in _functions_in(vars(base).values())]
+        return [*(each for name, each in methods if name.startswith("__") and name != "__init__"), *replaced]
+
+
+def _functions_in(values: Iterable[Any]) -> list[Any]:
+    """Return the functions of one's own among what a library was given, and will call by itself."""
+    return [each for each in values if isinstance(each, _FUNCTIONS) and _is_own_function(each)]
+
+
+def _is_own_function(value: Any) -> bool:
+    while isinstance(value, (partial, MethodType)):
+        value = value.func if isinstance(value, partial) else value.__func__
+    return not (isinstance(value, FunctionType) and is_installed(value.__code__.co_filename) and not value.__closure__)
+
+
+def _global_hooks() -> list[Any]:
+    """Return the hooks of one's own that torch calls in every module."""
+    return [hook for name in _GLOBAL_HOOKS for hook in getattr(torch_module, name).values() if not is_amplabs(hook)]
 
 
 def _is_holder(value: Any) -> bool:
     """Whether it holds what code of one's own gives it; what a library keeps in a class of its own is its."""
-    is_own = type(value) in _HOLDERS or is_own_file(sys.modules.get(type(value).__module__))
-    return is_own and isinstance(value, _HOLDERS)
+    return isinstance(value, _HOLDERS) and (type(value) in _HOLDERS or _is_of_own_class(value))
+
+
+def _is_own_reader(value: Any) -> bool:
+    """Whether it is a dataset or a sampler of a class of one's own, such as a replay buffer."""
+    return isinstance(value, READERS) and _is_of_own_class(value)
+
+
+def _is_of_own_class(value: Any) -> bool:
+    return is_own_file(sys.modules.get(type(value).__module__))
 
 
 def _is_file(value: Any) -> bool:
     return type(value) is ModuleType and is_own_file(value)
 
 
-def named_by(values: Iterable[Any]) -> dict[str, Any]:
+def named_by(values: Iterable[Any], weights: Iterable[Tensor] = ()) -> dict[str, Any]:
     """Return what keeps something for the code that values lead to, as `holders` takes it.
 
     Args:
         values: Functions that run in a step, and models.
+        weights: As for `Followed`.
 
     Sync: none.
     """
-    followed = Followed(reached for each in values for reached in reached_from(each))
+    followed = Followed((reached for each in values for reached in reached_from(each)), weights)
     return {str(place): each for place, each in enumerate(followed.found)}

@@ -37,6 +37,7 @@ from amplab.trace.untouched import WRAPPERS
 
 __all__ = [
     "Cells",
+    "Gradients",
     "Names",
     "holders",
     "is_followed",
@@ -142,6 +143,27 @@ class _TensorsOutside(_Buffers):
 
     def restorer(self) -> Callable[[], None]:
         return Names.restorer(self)
+
+
+class Gradients(Names):
+    """The gradients of tensors that are no part of the model, such as those of a critic."""
+
+    def __init__(self, owner: Any, tensors: Mapping[str, Tensor]) -> None:
+        self._tensors = dict(tensors)
+        super().__init__(owner, {name: each.grad for name, each in self._tensors.items()})
+
+    def again(self) -> Names:
+        """Return the gradients of now."""
+        return Gradients(self.owner, self._tensors)
+
+    def restorer(self) -> Callable[[], None]:
+        """Return a function that gives each tensor the gradient that it has now."""
+
+        def restore() -> None:
+            for name, tensor in self._tensors.items():
+                tensor.grad = self._names[name]
+
+        return restore
 
 
 class _Slots(Names):
@@ -286,9 +308,10 @@ def names_of(path: str, value: Any) -> Iterator[tuple[str, Names]]:
         yield f"{path} slots", _Slots(value, slots)
 
 
-def own_hooks(path: str, owner: nn.Module | Optimizer) -> list[tuple[str, Any]]:
+def own_hooks(path: str, owner: nn.Module | Optimizer | Tensor) -> list[tuple[str, Any]]:
     """Return the hooks of one's own that run in a step, with their paths. Sync: none."""
-    found = hooks_of(owner) if isinstance(owner, Optimizer) else [getattr(owner, name) for name in _HOOKS_OF_MODULE]
+    is_module = isinstance(owner, nn.Module)
+    found = [getattr(owner, name) for name in _HOOKS_OF_MODULE] if is_module else [*hooks_of(owner)]
     hooks = [hook for hooks in found for hook in hooks.values() if not is_amplabs(hook)]
     return [(f"{path} hook {place}", hook) for place, hook in enumerate(hooks)]
 
@@ -354,6 +377,12 @@ def _attributes(value: Any) -> dict[str, Any] | None:
 
 
 def _slots_of(kind: type) -> tuple[str, ...]:
-    listed = [vars(base).get("__slots__", ()) for base in kind.__mro__ if base.__module__ != "builtins"]
-    names = [name for slots in listed for name in ((slots,) if isinstance(slots, str) else slots)]
+    listed = [(base, vars(base).get("__slots__", ())) for base in kind.__mro__ if base.__module__ != "builtins"]
+    names = [_mangled(base, name) for base, slots in listed for name in ((slots,) if isinstance(slots, str) else slots)]
     return tuple(name for name in names if not name.startswith("__"))
+
+
+def _mangled(kind: type, name: str) -> str:
+    """Return the name of an attribute as Python keeps it: a private one has that of its class before it."""
+    is_private = name.startswith("__") and not name.endswith("__")
+    return f"_{kind.__name__.lstrip('_')}{name}" if is_private else name

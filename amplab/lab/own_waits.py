@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import multiprocessing.queues
+import os
 import queue
 import socket
+import stat
 import subprocess
 import threading
 from collections.abc import Iterable
@@ -48,6 +50,17 @@ def _is_awaited(value: Any, *, waits: bool) -> bool:
         if is_free := value.acquire(blocking=False):
             value.release()
         return not is_free
-    if hasattr(type(value), "__next__") and not isinstance(value, IOBase):
+    if isinstance(value, IOBase):
+        return _is_pipe(value)
+    if hasattr(type(value), "__next__"):
         return True
     return isinstance(value, _AWAITED) or (isinstance(value, _Lock) and value.locked())
+
+
+def _is_pipe(file: IOBase) -> bool:
+    """Whether another process gives a file what is read from it."""
+    try:
+        mode = os.fstat(file.fileno()).st_mode
+        return file.readable() and (stat.S_ISFIFO(mode) or stat.S_ISSOCK(mode))
+    except (OSError, ValueError):  # one in memory, or closed
+        return False

@@ -17,6 +17,7 @@ from amplab.lab.own_code import named_by
 from amplab.lab.own_objects import Names
 from amplab.lab.own_threads import writer_beside
 from amplab.lab.own_waits import awaited_by
+from amplab.policies.nested_tensors import tensors_in
 from amplab.trace.random_states import HostStates
 
 __all__ = ["CannotRunAgain", "CodeBefore", "StepCode"]
@@ -89,15 +90,24 @@ class StepCode:
         """A step with a forward is over."""
         self._is_first = False
 
-    def now(self) -> KeptAttributes:
-        """Return all that code keeps. Sync: none."""
+    def now(self, batch: Any = ()) -> KeptAttributes:
+        """Return all that code keeps, and arrays and objects of a batch, which it may change. Sync: none."""
         if not self._keeps:
             return KeptAttributes({})
-        followed = named_by(self._code())
-        return KeptAttributes({"model": self._model}, self._weights, followed=followed)
+        followed = named_by([*self._code(), batch], self._weights()) | {"batch": Names(self, {"batch": batch})}
+        return KeptAttributes({"model": self._model}, lambda: [*self._weights(), *tensors_in(batch)], followed=followed)
 
-    def check_is_alone(self) -> None:
-        """Raise CannotRunAgain if code may wait for others, or if they may write to what it keeps. Sync: none."""
+    def check_is_alone(self, batches: Sequence[Any]) -> None:
+        """Raise CannotRunAgain if code may wait for others, or if they may write to what it keeps. Sync: none.
+
+        Args:
+            batches: Those of the step, which may have iterators.
+        """
+        if awaited := awaited_by(batches):
+            raise CannotRunAgain(
+                f"its batch has an object of class {awaited}, which gives what it has once. Let the batch have a list "
+                "of it."
+            )
         if awaited := awaited_by(self._code()):
             raise CannotRunAgain(
                 f"its code names an object of class {awaited}: a step that runs again could wait for it forever, or "

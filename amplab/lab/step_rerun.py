@@ -207,7 +207,7 @@ class StepRerun:
             raise NeedsOtherRanks(
                 f"{exchanging} exchanges values with the other ranks in its forward. On one rank alone it would wait."
             )
-        self._code.check_is_alone()
+        self._code.check_is_alone([each.batch for each in self._begun])
         first: FirstNonfinite | None = None
         fits = loss_scale
         for begun in tuple(self._begun):
@@ -227,7 +227,7 @@ class StepRerun:
                 "its batch was written to after the loop got it, as x.div_(255) writes to x, so that it is not as "
                 "it was. Write x = x / 255."
             )
-        run = ForwardAgain(begun, self._code.now())
+        run = ForwardAgain(begun, self._code.now(begun.batch))
         begun.code.check_kept(run.now)
         with Undo() as undo:
             self._begin_again(begun, run, undo)

@@ -759,18 +759,23 @@ def watch(
 
     The loop computes what it computes without a watch. One difference is possible, in the first step and in one of a
     thousand, whose ops are looked at: under any dispatch mode torch computes the gradients of ``prod``, and of
-    ``masked_fill`` with a tensor as its value, by another formula, whose last bits may differ. After a step that runs
-    again, what its code keeps is as before, as far as names in the code lead to it: weights, random generators,
-    variables, also those of your other files, of a thread and of a context, attributes of your functions and classes,
-    and what containers, arrays and objects of your own classes hold. Files, caches of functools, attributes of scripted
-    modules, tensors of more than 256 MiB, what objects after the first 1,000 of a container hold, what code in a text
-    names that ``eval`` runs, and objects, classes and modules of installed packages and of Python are not taken back.
+    ``masked_fill`` with a tensor as its value, by another formula, whose last bits may differ.
+
+    ``loss=`` and ``step=`` run again, several times. Pass functions that compute the loss and change nothing else. What
+    they change all the same is taken back as far as names in their code lead to it: weights, random generators,
+    variables, also those of your other files, of a thread and of a context, attributes of your functions, classes,
+    tensors and schedulers, gradients and optimizers of other models, arrays and objects in the batch, and what
+    containers, arrays and objects of your own classes hold. Not taken back are files, pipes and what another program
+    sees, what your modes around the loop note (a `TorchFunctionMode` or `TorchDispatchMode`, saved-tensor hooks, a
+    profiler, a counter of FLOPs), caches of functools, attributes of scripted modules, tensors of more than 256 MiB,
+    what objects after the first 1,000 of a container hold, what code in a text names that ``eval`` runs, weak dicts,
+    and objects, classes and modules of installed packages and of Python.
 
     A step does not run again if its code names arrays of more than 256 MiB, containers of more than four million
     elements, tensors in shared memory, iterators, or something for which it may wait, such as a queue, a barrier or a
     lock that is held; nor while a `threading.Thread` of yours runs code that draws random numbers, or may write to what
-    the step names. Of threads of a pool that is not known: what one writes to such things while a step runs again is
-    taken back.
+    the step names. For what it may wait is not known of the number of a file, as ``os.read`` takes it, and what threads
+    of a pool write is not known: what one writes to such things while a step runs again is taken back.
 
     A step with a closure, ``optimizer.step(closure)``, uses the gradients that the closure computes. Measured and
     explained are those of its first run, as LBFGS runs it several times in a step. Hooks of other code on the step may

@@ -1,7 +1,6 @@
 """A loop whose skipped steps run again for their reason computes what it computes without a watch."""
 
 import contextvars
-import copy
 import enum
 import importlib
 import threading
@@ -15,6 +14,7 @@ import torch
 import warm_up
 from torch import nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+from watched_training import trained
 
 import amplab
 from amplab.lab import watch
@@ -274,45 +274,11 @@ def drawn_from_a_bare_bit_generator(model):
     return lambda x: (model(x) + float(bits.random_raw() % 1000) / 1000).float().square().mean()
 
 
-class Unwatched:
-    batches, loss, failures = staticmethod(iter), staticmethod(lambda loss: loss), ()
-
-    def __enter__(self):
-        return self
-
-    def __exit__(self, *_):
-        pass
-
-
 def forget_counts():
     State.step, warm_up.step, Meter.total, CountsInItsClass.calls, Doubled.backwards = 0, 0, 0.0, 0, 0
     Noise.generator.manual_seed(0), warm_up.generator.manual_seed(0)
     State.seen.clear()
     warm_up.drawn.clear()
-
-
-def trained(make_model, make_step, scaler_type, watched):
-    torch.manual_seed(0)
-    forget_counts()
-    model = make_model()
-    optimizer, scaler = torch.optim.SGD(model.parameters(), lr=0.01), scaler_type("cpu", init_scale=2.0**24)
-    loss_of = make_step(model)
-
-    def step(x):
-        with torch.autocast("cpu", torch.float16):
-            return loss_of(x)
-
-    batches = torch.randn(30, 4, 8, generator=torch.Generator().manual_seed(1))
-    with watch(model, optimizer, scaler=scaler, step=step) if watched else Unwatched() as w:
-        for x in w.batches(batches):
-            optimizer.zero_grad()
-            scaler.scale(w.loss(step(x))).backward()
-            scaler.step(optimizer)
-            scaler.update()
-    assert w.failures == ()
-    if watched:
-        assert w.history.explanations
-    return copy.deepcopy(list(model.parameters()))
 
 
 @pytest.mark.parametrize("scaler_type", [torch.amp.GradScaler, amplab.GradScaler])
@@ -344,8 +310,11 @@ def trained(make_model, make_step, scaler_type, watched):
     ],
 )
 def test_weights_are_those_of_the_loop_without_a_watch(make_model, make_step, scaler_type):
-    unwatched, watched = (trained(make_model, make_step, scaler_type, each) for each in (False, True))
-    assert all(map(torch.equal, unwatched, watched))
+    weights = []
+    for watched in (False, True):
+        forget_counts()
+        weights.append(trained(make_model, make_step, scaler_type, watched))
+    assert all(map(torch.equal, *weights))
 
 
 def test_a_later_step_that_writes_to_what_is_too_large_to_restore_is_told():
