@@ -6,6 +6,7 @@ Ops are named after the outermost call. The exceptions are composites of torch t
 
 import functools
 import os
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from types import FunctionType
@@ -19,6 +20,7 @@ from amplab.policies import APEX, CastPolicy
 from amplab.policies.casting.function_modes import OwnMode, function_modes, remove
 from amplab.policies.casting.plan import COMPOSITES, opened
 from amplab.policies.casting.thread_scopes import THREAD
+from amplab.policies.tables.called_op import called_op
 from amplab.trace.lines import CodeLine, user_line
 from amplab.trace.modules import ModuleStack
 
@@ -67,6 +69,7 @@ class Calls(OwnMode):
     ) -> Any:
         if is_dynamo_compiling():  # as `torch.cond` does: no call is named in a graph
             return func(*args, **(kwargs or {}))
+        func = called_op(func, sys._getframe(1))
         if func in _UNNAMED:
             return func(*args)
         if func in self._opened:

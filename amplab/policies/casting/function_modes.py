@@ -26,6 +26,7 @@ from torch.utils._device import DeviceContext
 
 from amplab.policies.casting.explanation import Explanation
 from amplab.policies.casting.plan import NO_PLAN, torch_nesting
+from amplab.policies.tables.called_op import OF_TORCH, called_op
 
 if TYPE_CHECKING:
     from amplab.policies.casting.engine import CastingEngine
@@ -126,6 +127,9 @@ class CastingMode(ScopeMode, PreDispatchTorchFunctionMode):
                     self.engine.drop_ended_scopes()
                     watched = has_ended = None  # frees the frame of an interrupted call: it may hold a region
                 step = self.plan.get(func)
+                if step is None and type(func) not in OF_TORCH:
+                    func = called_op(func, _getframe(1))
+                    step = self.plan.get(func)
             if step is None:
                 result = func(*args, **kwargs) if kwargs else func(*args)
                 return result  # noqa: RET504  where an interrupt after the call is caught

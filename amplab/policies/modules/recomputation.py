@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import bisect
 import contextlib
+import sys
 import threading
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -31,6 +32,7 @@ from amplab.policies.casting.engine import CastingEngine
 from amplab.policies.casting.function_modes import CastingMode, ScopeMode, function_modes, set_function_modes
 from amplab.policies.casting.plan import opened
 from amplab.policies.casting.thread_scopes import THREAD, ScopeOfMode
+from amplab.policies.tables.called_op import called_op
 
 __all__ = ["RuledForward", "ended_forward", "next_node", "recomputing_by_rules"]
 
@@ -103,6 +105,7 @@ class _RecomputingMode(ScopeMode):
         """Run `func` under the rule of the node that needs it, if there is one."""
         if is_dynamo_compiling():
             return func(*args, **(kwargs or {}))
+        func = called_op(func, sys._getframe(1))
         if func in _BACKWARDS:
             return self.run_inside(_BACKWARDS[func], args, kwargs or {})
         engine = self._engine()

@@ -7,6 +7,7 @@ The first forward of the model is watched, and no other.
 
 from __future__ import annotations
 
+import sys
 import warnings
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
@@ -19,6 +20,7 @@ from amplab.policies.casting.function_modes import ScopeMode
 from amplab.policies.casting.hook_scopes import HookScopes
 from amplab.policies.casting.thread_scopes import ScopeOfMode
 from amplab.policies.tables.apex_table import APEX
+from amplab.policies.tables.called_op import called_op
 from amplab.policies.tables.op_table import CastPolicy, OpRule
 
 __all__ = ["UncalledModules"]
@@ -99,6 +101,7 @@ class _Reads(ScopeMode):
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
+        func = func if is_dynamo_compiling() else called_op(func, sys._getframe(1))
         name = _VIEWS.get(func) or self._op(APEX.by_function.get(func))
         if name:
             for rule in self._rules((*args, *kwargs.values())):

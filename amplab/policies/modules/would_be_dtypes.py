@@ -9,6 +9,7 @@ Nothing is computed twice.
 from __future__ import annotations
 
 import functools
+import sys
 from collections.abc import Callable
 from types import FunctionType
 from typing import Any
@@ -24,6 +25,7 @@ from amplab.policies.casting.plan import composites_of, opened
 from amplab.policies.nested_tensors import floating_tensors_in
 from amplab.policies.policy.precision_policy import PrecisionPolicy
 from amplab.policies.policy.precisions import tensor_dtype
+from amplab.policies.tables.called_op import called_op
 from amplab.policies.tables.op_table import CastPolicy
 
 __all__ = ["WouldBeDtypes"]
@@ -73,6 +75,7 @@ class WouldBeDtypes(ScopeMode):
         """Run `func` and record the dtypes that its results would have."""
         kwargs = kwargs or {}
         traced = is_dynamo_compiling()
+        func = func if traced else called_op(func, sys._getframe(1))
         votes = _traced_votes(self.around, func) if traced else _votes(self.around, func, self._composites)
         if votes == "opened":
             return self.run_inside(opened(func), args, kwargs)  # engines open these: the ops inside have own rows

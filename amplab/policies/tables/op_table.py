@@ -20,6 +20,7 @@ from torch._ops import OpOverload, OpOverloadPacket
 from torch.overrides import _get_overridable_functions
 
 from amplab.formats.kept_property import kept_property
+from amplab.policies.tables.called_op import original_of
 
 __all__ = ["CastPolicy", "OpRule", "OpTable", "absent", "resolve", "spelling_of", "unmarked"]
 
@@ -143,15 +144,18 @@ class OpTable:
 def resolve(spelling: str) -> Callable[..., Any] | None:
     """Return the function that `spelling` names, or None if the installed torch does not have it.
 
+    Where a program has put a function of its own, it is the op of torch behind that; see `called_op`.
+
     >>> resolve("torch.mm") == torch.mm
     True
     >>> resolve("torch.conv4d") is None
     True
     """
     value: Any = torch
-    for name in _split_mark(spelling)[0].split(".")[1:]:
+    path = _split_mark(spelling)[0].split(".")
+    for name in path[1:]:
         value = getattr(value, name, None)
-    return value  # type: ignore[no-any-return]  # getattr: a function, or None
+    return original_of(value, path[-1])  # type: ignore[no-any-return]  # getattr: a function, or None
 
 
 def spelling_of(func: Callable[..., Any]) -> str | None:
