@@ -25,9 +25,10 @@ from torch.nn.modules import module as torch_module
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from amplab.lab.own_objects import Cells, Gradients, Names, is_followed, is_installed, is_own_file, names_of, own_hooks
+from amplab.lab.own_objects import Cells, Gradients, Names, is_followed, names_of, own_hooks
 from amplab.lab.own_values import READERS, SCALARS
 from amplab.trace.optimizer_hooks import is_amplabs
+from amplab.trace.own_files import is_installed, is_of_own_class, is_own_file
 from amplab.trace.random_states import GENERATORS
 from amplab.trace.reached_values import cell_contents, names_in, reached_from
 
@@ -209,7 +210,7 @@ class Followed:
         if _is_holder(value):
             return *vars(value).values(), *self._from_class(type(value))
         kept = {name: each for _, names in names_of("", value) for name, each in names.items()}
-        if _is_of_own_class(value) or isinstance(value, _SEARCHED):
+        if is_of_own_class(value) or isinstance(value, _SEARCHED):
             self._spaces.append(kept)
         optimizer = [value.optimizer] if isinstance(value, LRScheduler) else []
         hooks = [hook for _, hook in own_hooks("", value)] if isinstance(value, (Tensor, Optimizer)) else []
@@ -282,16 +283,12 @@ def _global_hooks() -> list[Any]:
 
 def _is_holder(value: Any) -> bool:
     """Whether it holds what code of one's own gives it; what a library keeps in a class of its own is its."""
-    return isinstance(value, _HOLDERS) and (type(value) in _HOLDERS or _is_of_own_class(value))
+    return isinstance(value, _HOLDERS) and (type(value) in _HOLDERS or is_of_own_class(value))
 
 
 def _is_own_reader(value: Any) -> bool:
     """Whether it is a dataset or a sampler of a class of one's own, such as a replay buffer."""
-    return isinstance(value, READERS) and _is_of_own_class(value)
-
-
-def _is_of_own_class(value: Any) -> bool:
-    return is_own_file(sys.modules.get(type(value).__module__))
+    return isinstance(value, READERS) and is_of_own_class(value)
 
 
 def _is_file(value: Any) -> bool:

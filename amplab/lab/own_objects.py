@@ -9,15 +9,12 @@ nor changed.
 from __future__ import annotations
 
 import functools
-import sys
-import sysconfig
 from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterator, Mapping
 from enum import Enum
 from functools import partial
-from pathlib import Path
 from threading import Thread
-from types import FunctionType, MethodType, ModuleType, SimpleNamespace
+from types import FunctionType, MethodType, SimpleNamespace
 from typing import Any
 
 import torch
@@ -26,12 +23,12 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader, TensorDataset
 
-import amplab
 from amplab.amp.apex.before_initialize import hooks_of
 from amplab.amp.apex.optimizer_names import LENT_NAMES
 from amplab.lab.own_values import READERS, SCALARS
 from amplab.trace.as_found import rebind
 from amplab.trace.optimizer_hooks import is_amplabs
+from amplab.trace.own_files import is_of_own_class
 from amplab.trace.tensor_copies import write_value
 from amplab.trace.untouched import WRAPPERS
 
@@ -41,8 +38,6 @@ __all__ = [
     "Names",
     "holders",
     "is_followed",
-    "is_installed",
-    "is_own_file",
     "names_of",
     "own_hooks",
 ]
@@ -55,8 +50,6 @@ _HOOKS_OF_MODULE = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks
 _OF_LOADER = ("dataset", "sampler", "batch_sampler")
 _OF_EVERY_LOADER = frozenset(vars(DataLoader(TensorDataset())))
 _OF_EVERY_MODULE = frozenset(vars(nn.Module()))
-_LIBRARIES = (f"{sysconfig.get_paths()['stdlib']}/", f"{Path(str(amplab.__file__)).parent}/")
-_INSTALLED = ("site-packages", "dist-packages")
 _OTHERS = (type, nn.Module, Tensor, Optimizer, LRScheduler, Enum, BaseException, Thread, *READERS)  # not plain objects
 
 
@@ -351,20 +344,9 @@ def _is_of_ones_own(value: Any) -> bool:
     An object of a library may stand for something outside, such as a file that it writes.
     """
     kind = type(value)
-    if not is_own_file(sys.modules.get(kind.__module__)):
+    if not is_of_own_class(value):
         return kind is SimpleNamespace
     return (_attributes(value) is not None or bool(_slots_of(kind))) and not issubclass(kind, _OTHERS)
-
-
-def is_own_file(module: ModuleType | None) -> bool:
-    """Whether a module is a file or a folder that is not installed, or the program itself. Sync: none."""
-    file = getattr(module, "__file__", None) or next(iter(getattr(module, "__path__", ())), "")
-    return bool(file and not is_installed(file)) or module is sys.modules.get("__main__")
-
-
-def is_installed(file: str) -> bool:
-    """Whether a file is one of Python, of amplab or of an installed package. Sync: none."""
-    return file.startswith(_LIBRARIES) or any(folder in file for folder in _INSTALLED)
 
 
 def _attributes(value: Any) -> dict[str, Any] | None:

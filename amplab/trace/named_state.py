@@ -14,8 +14,10 @@ import torch
 
 import amplab.amp
 from amplab.trace.as_found import Undo, rebind
+from amplab.trace.optimizer_states import contents_of
 from amplab.trace.random_states import restorers
 from amplab.trace.reached_values import reached_from
+from amplab.trace.tensor_copies import TensorCopy, restore_all
 
 __all__ = ["named_scalers", "named_state_kept", "set_aside"]
 
@@ -54,6 +56,10 @@ def set_aside(scaler: torch.amp.GradScaler, undo: Undo) -> None:
     """
     if not scaler.is_enabled():
         return
+    tensors, containers = contents_of(_added_by_subclass(scaler))
+    undo.add(partial(restore_all, [*map(TensorCopy.of, tensors)]))
+    for restore in containers:
+        undo.add(restore)
     undo.add(partial(rebind, vars(scaler), dict(vars(scaler))))
     if isinstance(scaler, amplab.amp.GradScaler):
         vars(scaler).update(scaler._outside_of_iteration())
@@ -63,3 +69,12 @@ def set_aside(scaler: torch.amp.GradScaler, undo: Undo) -> None:
     }
     rows: Any = scaler._per_optimizer_states
     vars(scaler).update(copies, _per_optimizer_states=defaultdict(rows.default_factory))
+
+
+def _added_by_subclass(scaler: torch.amp.GradScaler) -> list[Any]:
+    """Return the attributes that a class of one's own adds to those of its base, such as a list of past scales."""
+    base = amplab.amp.GradScaler if isinstance(scaler, amplab.amp.GradScaler) else torch.amp.GradScaler
+    if type(scaler) is base:
+        return []
+    of_base = vars(base(scaler._device))
+    return [value for name, value in vars(scaler).items() if name not in of_base]

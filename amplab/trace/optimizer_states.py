@@ -6,11 +6,13 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
+from types import FunctionType
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
 from torch.utils._python_dispatch import _disable_current_modes
 
 from amplab.amp.apex.before_initialize import hooks_of
@@ -18,10 +20,11 @@ from amplab.amp.apex.hooked_optimizer import HookedOptimizer
 from amplab.policies.casting.function_modes import without_function_modes
 from amplab.trace.as_found import Undo, rebind
 from amplab.trace.optimizer_hooks import observe_steps
+from amplab.trace.own_files import is_of_own_class
 from amplab.trace.random_states import restorers
 from amplab.trace.tensor_copies import TensorCopy, restore_all
 
-__all__ = ["OptimizerState", "unchanged_optimizers", "with_inner"]
+__all__ = ["OptimizerState", "contents_of", "unchanged_optimizers", "with_inner"]
 
 
 @contextmanager
@@ -51,6 +54,7 @@ def unchanged_optimizers() -> Iterator[None]:
         yield
 
 
+_APART = nn.Module, Optimizer, LRScheduler, FunctionType, type
 _OF_A_STEP = "grad_scale", "found_inf"
 """What a GradScaler gives a fused optimizer for one step, and deletes."""
 
@@ -80,7 +84,7 @@ class OptimizerState(NamedTuple):
         hooks = [(each, dict(each)) for each in hooks_of(optimizer)]
         parameters_of = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         stepped = [TensorCopy.of(parameter) for parameter in [*parameters_of, *_halves_of(hooks)]]
-        found, containers = _contents([optimizer.state, optimizer.param_groups, *vars(optimizer).values()])
+        found, containers = contents_of([optimizer.state, optimizer.param_groups, *vars(optimizer).values()])
         containers += restorers(vars(optimizer).values())
         parameters = {id(copy.tensor) for copy in stepped}
         slots = [TensorCopy.of(tensor) for tensor in found if id(tensor) not in parameters]
@@ -119,10 +123,11 @@ def _halves_of(hooks: Iterable[tuple[Any, dict[Any, Any]]]) -> list[Tensor]:
     return [pair.model for each in owners if isinstance(each, HookedOptimizer) for pair in each.masters.pairs]
 
 
-def _contents(values: Iterable[Any]) -> tuple[list[Tensor], list[Callable[[], object]]]:
-    """Return the tensors in nested containers, and functions that restore the containers, in place.
+def contents_of(values: Iterable[Any]) -> tuple[list[Tensor], list[Callable[[], object]]]:
+    """Return the tensors in nested containers and plain objects, and functions that restore these, in place.
 
-    Dicts, lists, tuples and deques are looked into, as the history of LBFGS is a list; other objects are not.
+    Dicts, lists, tuples and deques are looked into, as the history of LBFGS is a list, and objects of own classes,
+    such as a preconditioner. Modules, optimizers and schedulers are not.
     """
     tensors: list[Tensor] = []
     containers: list[Callable[[], object]] = []
@@ -142,6 +147,8 @@ def _contents(values: Iterable[Any]) -> tuple[list[Tensor], list[Callable[[], ob
             waiting += value
         elif isinstance(value, tuple):
             waiting += value
+        elif is_of_own_class(value) and not isinstance(value, _APART):
+            waiting.append(getattr(value, "__dict__", None))
     return tensors, containers
 
 

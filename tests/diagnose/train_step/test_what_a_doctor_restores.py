@@ -147,3 +147,69 @@ def test_an_optimizer_around_another_one_is_as_it_was():
             step()
         found.append((loop.model.weight.tolist(), optimizer.slow[0][0].tolist(), optimizer.calls))
     assert found[0] == found[1]
+
+
+class Preconditioner:
+    def __init__(self, weight):
+        self.factor, self.steps = torch.ones_like(weight), [0]
+
+    def of(self, gradient):
+        self.factor.mul_(0.9).add_(gradient.square())
+        self.steps[0] += 1
+        return gradient / (self.factor.sqrt() * self.steps[0])
+
+
+class Preconditioned(torch.optim.SGD):
+    """Keeps an object for each weight in its state, as Shampoo does."""
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for weight in self.param_groups[0]["params"]:
+            own = self.state[weight].setdefault("preconditioner", Preconditioner(weight))
+            weight.sub_(0.01 * own.of(weight.grad))
+
+
+def test_an_object_in_the_state_of_an_optimizer_is_as_it_was():
+    found = []
+    for examined in (False, True):
+        loop = Loop()
+        optimizer = Preconditioned(loop.model.parameters(), lr=0.1)
+
+        def step(loop=loop, optimizer=optimizer):
+            loop.backward()
+            optimizer.step()
+
+        for number in range(4):
+            if examined and number == 2:
+                amplab.doctor(loop.model, train_step=step, optimizer=optimizer)
+            step()
+        found.append(loop.model.weight.tolist())
+    assert found[0] == found[1]
+
+
+@pytest.mark.parametrize("base", [torch.amp.GradScaler, amplab.GradScaler])
+def test_what_a_class_of_scalers_adds_is_as_it_was(base):
+    class Noted(base):
+        """Notes the scales, and averages them in a tensor."""
+
+        def __init__(self):
+            super().__init__("cpu", init_scale=8.0)
+            self.scales, self.average, self.calls = [], torch.zeros(()), 0
+
+        def update(self, new_scale=None):
+            super().update(new_scale)
+            self.scales.append(self.get_scale())
+            self.average.mul_(0.9).add_(self.scales[-1])
+            self.calls += 1
+
+    loop, scaler = Loop(), Noted()
+
+    def step():
+        loop.optimizer.zero_grad()
+        scaler.scale(F.mse_loss(loop.model(loop.x), loop.y)).backward()
+        scaler.step(loop.optimizer)
+        scaler.update()
+
+    step()
+    amplab.doctor(loop.model, train_step=step, optimizer=loop.optimizer, scaler=scaler)
+    assert (scaler.scales, float(scaler.average), scaler.calls) == ([8.0], 8.0, 1)
