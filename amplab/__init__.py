@@ -24,7 +24,10 @@ each is imported at its first use::
 """
 
 import importlib
-from types import ModuleType
+import signal
+import sys
+import threading
+from types import FrameType, ModuleType
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -97,11 +100,26 @@ _HOMES = {
 def __getattr__(name: str) -> ModuleType | object:
     """Import a room, or what comes from one, at its first use (PEP 562)."""
     if name in _HOMES:
-        found: object = getattr(importlib.import_module(f"{__name__}.{_HOMES[name]}"), name)
+        found: object = getattr(_imported(f"{__name__}.{_HOMES[name]}"), name)
         return found
     if name in __all__:
-        return importlib.import_module(f"{__name__}.{name}")
+        return _imported(f"{__name__}.{name}")
     raise AttributeError(f"module 'amplab' has no attribute {name!r}: there are {', '.join(__all__)}.")
+
+
+def _imported(room: str) -> ModuleType:
+    """Import a room; Ctrl-C waits meanwhile, since Python would keep modules of which only a part has run."""
+    before = signal.getsignal(signal.SIGINT)
+    if room in sys.modules or threading.current_thread() is not threading.main_thread() or not callable(before):
+        return importlib.import_module(room)
+    come: list[tuple[int, FrameType | None]] = []
+    signal.signal(signal.SIGINT, lambda *given: come.append(given))
+    try:
+        return importlib.import_module(room)
+    finally:
+        signal.signal(signal.SIGINT, before)
+        if come:
+            before(*come[0])
 
 
 def __dir__() -> list[str]:
