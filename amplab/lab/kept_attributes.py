@@ -24,7 +24,7 @@ from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 from amplab.lab.own_objects import Names, holders
 from amplab.lab.own_values import storage_of
 from amplab.trace.random_states import GENERATORS, restorers, state_of
-from amplab.trace.tensor_copies import write_value
+from amplab.trace.tensor_copies import TensorCopy
 
 __all__ = ["KeptAttributes"]
 
@@ -212,9 +212,8 @@ class KeptAttributes:
             self._parts.append(_Part(names, partial(_has_bytes, value, before), partial(_write_array, value, before)))
         else:
             with DisableTorchFunctionSubclass():
-                copy = value.detach().clone()
-            is_same = partial(_has_elements, value, copy, version)
-            self._parts.append(_Part(names, is_same, partial(_write_tensor, value, copy)))
+                copy = TensorCopy.of(value)
+            self._parts.append(_Part(names, partial(_has_elements, copy, version), partial(_write_tensor, copy)))
 
 
 class _Part(NamedTuple):
@@ -337,19 +336,20 @@ def _has_version(value: Tensor, version: int) -> bool:
     return value._version == version
 
 
-def _has_elements(value: Tensor, before: Tensor, version: int | None) -> bool:
-    if value.shape != before.shape or (version is not None and value._version != version):
+def _has_elements(before: TensorCopy, version: int | None) -> bool:
+    value = before.tensor
+    if value.requires_grad != before.requires_grad or (version is not None and value._version != version):
         return False
     with torch.no_grad(), DisableTorchFunctionSubclass(), suppress(RuntimeError):  # as of a dtype that has no order
         if value.layout is torch.sparse_coo:
-            return all(map(torch.equal, _within(value), _within(before)))
-        return torch.equal(value, before)  # it may have been written to by `.data`
+            return value.shape == before.value.shape and all(map(torch.equal, _within(value), _within(before.value)))
+        return before.is_in_place and torch.equal(value, before.value)  # it may have been written to by `.data`
     return True
 
 
-def _write_tensor(value: Tensor, before: Tensor) -> None:
+def _write_tensor(before: TensorCopy) -> None:
     with torch.no_grad(), DisableTorchFunctionSubclass(), suppress(RuntimeError):
-        write_value(value, before)
+        before.restore()
 
 
 def _has_bytes(value: Any, before: Any) -> bool:

@@ -119,10 +119,6 @@ class _Buffers(Names):
 class _TensorsOutside(_Buffers):
     """The parameters, or the buffers, of a module that is no part of the model, such as an average of its weights."""
 
-    def __getitem__(self, name: str) -> Any:
-        value = self._names[name]
-        return value.detach() if isinstance(value, nn.Parameter) else value
-
     def set(self, name: str, value: Any) -> None:
         if isinstance(own := self._names[name], nn.Parameter):
             write_value(own, value)

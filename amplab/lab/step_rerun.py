@@ -119,15 +119,14 @@ class StepRerun:
     def _weights_now(self) -> list[int]:
         return versions_of([*self._model.parameters()])
 
-    @torch.no_grad()
     def _keep_buffers(self) -> None:
-        buffers = list(self._model.buffers())
+        # Not under `torch.no_grad`: an interrupt where that ends would leave grad mode off in the loop.
+        buffers = [buffer.detach() for buffer in self._model.buffers()]
         if list(map(_kind_of, buffers)) != list(map(_kind_of, self._kept)):  # a forward may resize or replace them
-            self._kept = [buffer.detach().clone() for buffer in buffers]
+            self._kept = [buffer.clone() for buffer in buffers]
         elif buffers:
             torch._foreach_copy_(self._kept, buffers)
 
-    @torch.no_grad()
     def restore_buffers(self) -> bool:
         """Give the buffers the values with which the step began; return False if they are others now. Sync: none."""
         buffers = list(self._model.buffers())
@@ -171,7 +170,6 @@ class StepRerun:
         """Return the state in which the step of the kept batches began. Sync: none."""
         return StepBeginning(tuple(self._begun), tuple(each.clone() for each in self._kept))
 
-    @torch.no_grad()
     def begin_as(self, beginning: StepBeginning) -> None:
         """Keep the batches of another step, and give the buffers the values that they had at its beginning."""
         self._begun = deque(beginning.begun, maxlen=_BATCHES)
@@ -306,7 +304,6 @@ class StepRerun:
         if begun.code.host is not None:
             begun.code.host.restore()
 
-    @torch.no_grad()
     def _set(self, random: list[Tensor], buffers: list[Tensor], values: list[Tensor]) -> None:
         torch.set_rng_state(random[0])
         if len(random) > 1:

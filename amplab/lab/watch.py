@@ -768,8 +768,9 @@ def watch(
     containers, arrays and objects of your own classes hold. Not taken back are files, pipes and what another program
     sees, what your modes around the loop note (a `TorchFunctionMode` or `TorchDispatchMode`, saved-tensor hooks, a
     profiler, a counter of FLOPs), caches of functools, attributes of scripted modules, tensors of more than 256 MiB,
-    what objects after the first 1,000 of a container hold, what code in a text names that ``eval`` runs, weak dicts,
-    and objects, classes and modules of installed packages and of Python.
+    what objects after the first 1,000 of a container hold, what code in a text names that ``eval`` runs, hooks that a
+    step registers and modules that it adds to others, weak dicts, and objects, classes and modules of installed
+    packages and of Python.
 
     A step does not run again if its code names arrays of more than 256 MiB, containers of more than four million
     elements, tensors in shared memory, iterators, or something for which it may wait, such as a queue, a barrier or a

@@ -23,9 +23,9 @@ class WatchedBatches(Iterator[T]):
     def __init__(
         self, loader: Iterable[T], *, begins: Callable[[T], None], ends: Callable[[], None], end: Callable[[], None]
     ) -> None:
+        self._is_open = False  # until it is read
         self._loader, self._begins, self._ends, self._end = loader, begins, ends, end
         self._read: Iterator[T] | None = None  # a loader starts its workers when the loop begins
-        self._is_open = False  # until it is read
         self._is_exhausted = False
 
     def __iter__(self) -> WatchedBatches[T]:

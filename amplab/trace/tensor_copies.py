@@ -30,12 +30,13 @@ class TensorCopy(NamedTuple):
             write_value(self.tensor, self.value)
         else:
             write_value(self.alias, self.value)
-            if not self._is_in_place():
+            if not self.is_in_place:
                 self.tensor.data = self.alias
         if self.tensor.requires_grad != self.requires_grad:
             self.tensor.requires_grad_(self.requires_grad)
 
-    def _is_in_place(self) -> bool:
+    @property
+    def is_in_place(self) -> bool:
         """Whether the tensor has the storage and the shape that it had."""
         now, before = self.tensor, self.alias
         is_same = now.layout is before.layout and now.shape == before.shape and now.stride() == before.stride()

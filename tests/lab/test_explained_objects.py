@@ -3,12 +3,14 @@
 import os
 import queue
 import threading
+from contextlib import suppress
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 from torch import nn
+from torch.nn.utils import parameters_to_vector, vector_to_parameters
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import Dataset, Sampler
 from watched_training import trained
@@ -92,6 +94,39 @@ def with_a_gradient_of_a_tensor(model):
     def step(x):
         (2 * temperature).sum().backward()
         return loss_of(model(x)) * temperature.grad.sum()
+
+    return step
+
+
+def with_a_teacher_that_is_given_new_data(model):
+    """As in MoCo, where each weight of the teacher gets a new tensor."""
+    teacher = nn.Linear(8, 1).requires_grad_(False)
+
+    def step(x):
+        for old, new in zip(teacher.parameters(), model.parameters(), strict=True):
+            old.data = old.data * 0.9 + new.data * 0.1
+        return loss_of(model(x) - teacher(x) + 1)
+
+    return step
+
+
+def with_a_teacher_that_is_given_a_vector(model):
+    teacher = nn.Linear(8, 1).requires_grad_(False)
+
+    def step(x):
+        old, new = (parameters_to_vector(each.parameters()).detach() for each in (teacher, model))
+        vector_to_parameters(0.9 * old + 0.1 * new, teacher.parameters())
+        return loss_of(model(x) - teacher(x) + 1)
+
+    return step
+
+
+def with_weights_that_are_frozen_in_turn(model):
+    critic = nn.Linear(1, 1)
+
+    def step(x):
+        critic.requires_grad_(not critic.weight.requires_grad)
+        return loss_of(critic(model(x))) * (1 + critic.weight.requires_grad)
 
     return step
 
@@ -187,6 +222,9 @@ STEPS = [
     (linear, with_a_critic_that_learns),
     (linear, with_gradients_of_another_model),
     (linear, with_a_gradient_of_a_tensor),
+    (linear, with_a_teacher_that_is_given_new_data),
+    (linear, with_a_teacher_that_is_given_a_vector),
+    (linear, with_weights_that_are_frozen_in_turn),
     (linear, with_a_private_slot),
     (linear, with_an_object_as_a_key),
     (linear, with_an_attribute_of_a_tensor),
@@ -400,3 +438,24 @@ def test_what_a_step_writes_to_its_batch_is_written_once(read, scaler_type):
         return [*map(state_of, batches)], [each.tolist() for each in model.parameters()]
 
     assert run(watched=True) == run(watched=False)
+
+
+def test_an_interrupt_where_no_grad_ends_leaves_gradients_on_in_the_loop(monkeypatch):
+    """As by Ctrl-C at the first instruction of torch's `no_grad.__exit__`."""
+    model = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def interrupted(*_):
+        raise KeyboardInterrupt
+
+    with watch(model, optimizer, step=lambda x: loss_of(model(x))) as watched:
+        batches = watched.batches(torch.ones(4, 4, 8))
+        next(batches)
+        with monkeypatch.context() as patch:
+            patch.setattr(torch.no_grad, "__exit__", interrupted)
+            for _ in range(2):
+                with suppress(KeyboardInterrupt):
+                    next(batches)
+        is_on = torch.is_grad_enabled()
+        torch.set_grad_enabled(True)
+    assert is_on

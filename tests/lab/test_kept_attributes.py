@@ -257,6 +257,9 @@ def sparse():
         (lambda: np.zeros(4), lambda value: value.resize((2, 2), refcheck=False)),
         (lambda: np.zeros(3).view(Image), lambda value: value.__setitem__(1, 5)),
         (lambda: torch.zeros(3).as_subclass(Points), lambda value: value.add_(1)),
+        (lambda: torch.zeros(3), lambda value: setattr(value, "data", value.data + 1)),
+        (lambda: torch.zeros(3), lambda value: setattr(value, "data", torch.ones(2, dtype=torch.half))),
+        (lambda: torch.zeros(3), lambda value: value.requires_grad_()),
         (sparse, lambda value: value.values().add_(1)),
         (sparse, lambda value: value.add_(torch.ones(3).to_sparse())),
     ],
@@ -371,3 +374,14 @@ def test_tensors_that_cannot_be_compared_end_nothing():
     one.values.clear()
     assert kept.restore()
     assert len(one.values) == 5
+
+
+def test_a_tensor_that_got_other_data_has_its_memory_back():
+    one = Thing()
+    one.value = torch.zeros(3)
+    one.view = one.value[1:]
+    kept = KeptAttributes({"one": one})
+    one.value.data = torch.ones(3)
+    assert kept.restore()
+    one.value.fill_(2.0)
+    assert one.view.tolist() == [2.0, 2.0]

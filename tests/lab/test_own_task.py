@@ -537,3 +537,50 @@ def test_an_optimizer_as_given_that_diverges_is_found_and_mended_by_the_remedy()
     trainer.wait()
     assert trainer.config.learning_rate == 1e8
     trainer.stop()
+
+
+class Average:
+    """An average of weights, each of which gets a new tensor; no module, and so in no state_dict."""
+
+    def __init__(self, net):
+        self.net = copy.deepcopy(net).requires_grad_(False)
+
+    def update(self, net):
+        for old, new in zip(self.net.parameters(), net.parameters(), strict=True):
+            old.data = old.data * 0.9 + new.data.float() * 0.1
+
+
+class Averaged(nn.Module):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.net, self.average = nn.Linear(8, 4), Average(nn.Linear(8, 4))
+
+    def forward(self, x):
+        if self.training:
+            self.average.update(self.net)
+        return self.net(x) - self.average.net(x)
+
+
+def test_a_look_leaves_an_average_whose_weights_get_new_tensors():
+    data = [torch.randn(4, 8, generator=torch.Generator().manual_seed(each)) for each in range(10)]
+    config = registered(
+        Averaged,
+        data,
+        step=lambda model, x: model(x).square().mean(),
+        optimizer=lambda each: torch.optim.SGD(each, lr=0.05),
+    ).changed(opt_level="O0")
+    model, losses = Averaged(), []
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    for x in data:
+        loss = model(x).square().mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    trainer = Trainer(config)
+    for step in range(10):
+        trainer.run(1)
+        if step == 4:
+            trainer.trace()
+    assert trainer.history.column("loss").tolist() == losses
